@@ -79,7 +79,7 @@ def benches(
     for name in arms:
         loaded = load(path, *ARMS[name], *more)
         if name == EAGER:
-            loaded.dispatch.why_eager = "to be compared"
+            loaded.dispatch.eager_reason = "to be compared"
         found[name] = Bench(
             loaded,
             num_drafts=num_drafts,

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from tandem import AsyncClient, Finished
 from tandem.cluster.client.options import GenerateOptions
-from tandem.cluster.commands.common import running_server
+from tandem.cluster.commands.common import run_server
 from tandem.cluster.commands.status import rank_table
 from tandem.core.config import load
 
@@ -108,7 +108,7 @@ async def demo(sets: list[str]) -> None:
     console = Console()
     started_at = time.perf_counter()
     config = load(None, ["server.address=127.0.0.1:0", *sets])
-    async with running_server(config) as server, AsyncClient(server.address) as client:
+    async with run_server(config) as server, AsyncClient(server.address) as client:
         ready_s = time.perf_counter() - started_at
         info = await client.model_info()
         status = await client.status()

@@ -33,7 +33,7 @@ from benchmarks.harness.engines import Held, load
 from benchmarks.harness.turns import ADAPTIVE, Arm, Engine, adaptive_arm, together
 from benchmarks.harness.wrong import Wrong, changed
 from tandem.core.config import load as load_config
-from tandem.core.levels import Levels
+from tandem.core.draft_shapes import DraftShapes
 from tandem.core.request import Request
 from tandem.model.drafters.none import NoDrafter
 from tandem.model.loaded import LoadedModel
@@ -57,7 +57,7 @@ def measure(
     """Tokens per second of each arm in each round."""
     arms = {
         str(n): Arm(Held(n), Engine(loaded, depth, asked, num_rows))
-        for n in range(len(loaded.drafter.levels(depth)))
+        for n in range(len(loaded.drafter.draft_shapes(depth)))
     }
     arms[ADAPTIVE] = adaptive_arm(loaded, depth, asked, num_rows)
     moving = [*arms.values()]
@@ -80,14 +80,14 @@ def of_best(rates: dict[str, list[float]]) -> float:
     return statistics.median(map(truediv, rates[ADAPTIVE], best))
 
 
-def label_of(name: str, levels: Levels) -> str:
+def label_of(name: str, levels: DraftShapes) -> str:
     if not name.isdecimal():
         return name
     level = levels[int(name)]
     return f"n = {name}" if level.is_chain else f"{level.num_nodes} nodes"
 
 
-def show(results: dict[int, dict[str, list[float]]], levels: Levels, title: str) -> Table:
+def show(results: dict[int, dict[str, list[float]]], levels: DraftShapes, title: str) -> Table:
     table = Table(title=f"{title}: tokens per second, all rows together, medians")
     table.add_column("rows")
     for name in next(iter(results.values())):
@@ -101,7 +101,7 @@ def show(results: dict[int, dict[str, list[float]]], levels: Levels, title: str)
     return table
 
 
-def save_plot(path: Path, results: dict[int, dict[str, list[float]]], levels: Levels) -> None:
+def save_plot(path: Path, results: dict[int, dict[str, list[float]]], levels: DraftShapes) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -137,7 +137,7 @@ def main() -> None:
     sets = [f"speculation.max_depth={MAX_DEPTH}", *args.sets]
     depth = load_config(None, sets).speculation.max_depth
     loaded = load(args.path, threads, dtype, *sets)
-    levels = loaded.drafter.levels(depth)
+    levels = loaded.drafter.draft_shapes(depth)
     if args.wrong or args.change:
         wrong = Wrong(loaded.drafter, loaded.config.vocab_size)
         loaded = replace(loaded, drafter=wrong)

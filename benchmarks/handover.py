@@ -26,18 +26,18 @@ from rich.table import Table
 from tandem.core.config import KvTransferConfig, load
 from tandem.core.control import InProcessControl, Service
 from tandem.core.identity import Identity
-from tandem.kv_transfer.caches import PagedCaches, Span, chunks, staged
-from tandem.kv_transfer.channel import make_channels
+from tandem.kv_transfer.caches import PagedCaches, Span, split_into_chunks, staging_view
+from tandem.kv_transfer.channel import create_channel_factory
+from tandem.kv_transfer.endpoint import TransferEndpoint
 from tandem.kv_transfer.layout import PROTOCOL
 from tandem.kv_transfer.messages import Offer, Seal
 from tandem.kv_transfer.pages import PagePool
-from tandem.kv_transfer.side import Side
 from tandem.kv_transfer.sink import Sink
 from tandem.kv_transfer.source import Source
-from tandem.model.kernels.build import built
-from tandem.model.kernels.native import Native
+from tandem.model.kernels.build import build_library
+from tandem.model.kernels.native import NativeKernels
 from tandem.model.network.cache import MAIN
-from tandem.net.calls import DOOR, CallClient, CallServer
+from tandem.net.calls import CALL_ADDRESS, CallClient, CallServer
 from tandem.net.groups import gloo_group, store_client, store_server
 from tandem.runtime.engine_loop import EngineLoop
 
@@ -45,7 +45,7 @@ HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """A prompt's cache: ``num_layers`` by cache group."""
 
     num_tokens: int
@@ -58,7 +58,7 @@ class Shape:
 class Rank:
     """Memory for one prompt, and the thread it belongs to."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: StepShape) -> None:
         self.shape = shape
         self.pool = PagePool(2 + shape.num_tokens // PAGE_SIZE, PAGE_SIZE)
         self.pages = self.pool.allocate(self.pool.num_free)
@@ -68,11 +68,13 @@ class Rank:
             name: [torch.randn(size, **kind) for _ in range(num)]
             for name, num in shape.num_layers.items()
         }
-        copy = Native(built()).copy_rows if shape.device == "cpu" else None
+        copy = NativeKernels(build_library()).copy_rows if shape.device == "cpu" else None
         self.caches = PagedCaches(memory, self.pool, "bfloat16", "a prompt", copy=copy)
         self.loop = EngineLoop("engine")
         self.loop.start()
-        self.side = Side(self.caches, self.loop, make_channels("gloo", HOST), shape.config)
+        self.endpoint = TransferEndpoint(
+            self.caches, self.loop, create_channel_factory("gloo", HOST), shape.config
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -90,7 +92,7 @@ class Seconds:
     written: list[float] = field(default_factory=list)
 
 
-def measured(shape: Shape, num_rounds: int) -> tuple[int, Seconds]:
+def measured(shape: StepShape, num_rounds: int) -> tuple[int, Seconds]:
     """Bytes of the prompt, and seconds; a first round opens the channel and does not count."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
@@ -105,7 +107,7 @@ def measured(shape: Shape, num_rounds: int) -> tuple[int, Seconds]:
         child.join(TIMEOUT_S)
 
 
-def _prefill(pipe: Connection, shape: Shape) -> None:
+def _prefill(pipe: Connection, shape: StepShape) -> None:
     torch.set_num_threads(1)
     with pipe:
         asyncio.run(_offer(pipe, Rank(shape)))
@@ -113,7 +115,7 @@ def _prefill(pipe: Connection, shape: Shape) -> None:
 
 async def _offer(pipe: Connection, rank: Rank) -> None:
     """Send it by gloo alone, or offer it, as it is told."""
-    source = Source(rank.side)
+    source = Source(rank.endpoint)
     server = CallServer(HOST, Service("prefill", EPOCH, source.methods).handle)
     store, port = store_server(HOST, TIMEOUT_S)
     pipe.send((port, await server.listen()))
@@ -135,20 +137,20 @@ async def _offer(pipe: Connection, rank: Rank) -> None:
     del store
 
 
-async def _decode(pipe: Connection, shape: Shape, num_rounds: int) -> tuple[int, Seconds]:
+async def _decode(pipe: Connection, shape: StepShape, num_rounds: int) -> tuple[int, Seconds]:
     rank, (port, address) = Rank(shape), await asyncio.to_thread(pipe.recv)
     group = gloo_group(store_client(HOST, port, TIMEOUT_S, "raw"), 1, 2, HOST, TIMEOUT_S)
     target = torch.empty(rank.num_bytes, dtype=torch.uint8)
-    door = Service("prefill", EPOCH, {DOOR: (None, lambda _: address)})
+    door = Service("prefill", EPOCH, {CALL_ADDRESS: (None, lambda _: address)})
     control = CallClient("prefill", EPOCH, InProcessControl(door.handle, EPOCH))
-    sink, seconds = Sink("decode", EPOCH, rank.side), Seconds()
+    sink, seconds = Sink("decode", EPOCH, rank.endpoint), Seconds()
 
     async def send() -> None:
         pipe.send("send")
         await asyncio.to_thread(lambda: group.recv([target], 0, 0).wait())
 
     async def pull(identity: Identity) -> None:
-        facts = rank.caches.layout.facts()
+        facts = rank.caches.layout.compatibility_facts()
         given = PROTOCOL, "prefill", "prefill", EPOCH, identity, facts, shape.num_tokens
         await sink.pull(Offer(*given), control, rank.pages)
 
@@ -176,19 +178,21 @@ def _spans(rank: Rank) -> list[Span]:
     spans = (
         Span(group, rank.pages, 0, rank.shape.num_tokens) for group in rank.caches.layout.groups
     )
-    return [part for span in spans for part in chunks(span, rank.side.config.chunk_bytes)]
+    return [
+        part for span in spans for part in split_into_chunks(span, rank.endpoint.config.chunk_bytes)
+    ]
 
 
 def _read(rank: Rank) -> None:
-    buffer = rank.side.staging._free[-1]
+    buffer = rank.endpoint.staging._free[-1]
     for span in _spans(rank):
-        rank.caches.gather(span, staged(span, buffer))
+        rank.caches.gather(span, staging_view(span, buffer))
 
 
 def _write(rank: Rank) -> None:
-    buffer = rank.side.staging._free[-1]
+    buffer = rank.endpoint.staging._free[-1]
     for span in _spans(rank):
-        rank.caches.scatter(span, staged(span, buffer))
+        rank.caches.scatter(span, staging_view(span, buffer))
 
 
 def main() -> None:
@@ -204,7 +208,7 @@ def main() -> None:
     )
     asked = parser.parse_args()
     config = load(None, asked.set).kv_transfer
-    shape = Shape(asked.num_tokens, asked.width, {MAIN: asked.layers}, config=config)
+    shape = StepShape(asked.num_tokens, asked.width, {MAIN: asked.layers}, config=config)
     num_bytes, seconds = measured(shape, asked.rounds)
     table = Table(title=f"{num_bytes / 1e6:.0f} MB, medians of {asked.rounds}")
     for name in ("", "ms", "GB/s", "of gloo alone"):

@@ -28,18 +28,18 @@ from rich.table import Table
 from tandem.core.config import TandemConfig, load
 from tandem.core.identity import Identity
 from tandem.core.info import DECODE, PREFILL
-from tandem.core.membership import Meeting, RankSpec
+from tandem.core.membership import RankSpec, Rendezvous
 from tandem.core.request import Request, SamplingParams
 from tandem.decode_node.engine import DecodeEngine
-from tandem.decode_node.planning.states import Size
+from tandem.decode_node.planning.states import RequestSize
 from tandem.kv_transfer.pages import PagePool
 from tandem.prefill_node.engine import PrefillEngine, Progress
 from tandem.runtime.engine_loop import EngineLoop
 from tandem.runtime.gang.collectives import Collectives
-from tandem.runtime.gang.hub import Hub
-from tandem.runtime.gang.member import Member
+from tandem.runtime.gang.gang_lockstep import GangLockstep
+from tandem.runtime.gang.planner_server import PlannerServer
 from tandem.runtime.lockstep import Lockstep
-from tandem.runtime.parts import RankParts, load_memory
+from tandem.runtime.parts import RankParts, load_resident_model
 
 LOOPBACK = "127.0.0.1"
 NUM_WARM = 10
@@ -101,12 +101,12 @@ def run_rank(job: Job, rank: int, inbox: Connection, outbox: Connection) -> None
     torch.set_num_threads(1)
     spec, hub = RankSpec(f"{job.kind}-0", job.kind, 1, rank, job.size), None
     if job.size > 1 and rank == 0:
-        hub = Hub(job.size, LOOPBACK)
-        outbox.send(hub.meeting)
-    meeting: Meeting | None = inbox.recv() if job.size > 1 else None
+        hub = PlannerServer(job.size, LOOPBACK)
+        outbox.send(hub.rendezvous)
+    rendezvous: Rendezvous | None = inbox.recv() if job.size > 1 else None
     plans, calls = Timer(), Timer()
     with timed(plans, calls):
-        engine, loop = start(spec, job.config, meeting, hub)
+        engine, loop = start(spec, job.config, rendezvous, hub)
         if job.is_all or rank == 0:
             loop.post(partial(begin, engine, job)).result()
         marks = []
@@ -125,20 +125,20 @@ def run_rank(job: Job, rank: int, inbox: Connection, outbox: Connection) -> None
 
 @contextmanager
 def timed(plans: Timer, calls: Timer) -> Any:
-    Member.plan = plans.around(Member.plan)  # type: ignore[method-assign]
+    GangLockstep.plan = plans.around(GangLockstep.plan)  # type: ignore[method-assign]
     Collectives._call = calls.around(Collectives._call)  # type: ignore[method-assign]
     yield
 
 
 def start(
-    spec: RankSpec, config: TandemConfig, meeting: Meeting | None, hub: Hub | None
+    spec: RankSpec, config: TandemConfig, rendezvous: Rendezvous | None, hub: PlannerServer | None
 ) -> tuple[DecodeEngine | PrefillEngine, EngineLoop]:
-    memory, loop = load_memory(spec, config), EngineLoop("engine")
+    memory, loop = load_resident_model(spec, config), EngineLoop("engine")
     pool = PagePool(memory.num_pages, config.kv.page_size)
     lockstep = Lockstep()
-    if meeting is not None:
-        lockstep = Member(spec, meeting, hub, memory.loaded.device, loop.watch)
-    memory.loaded.dispatch.join(lockstep.collectives)
+    if rendezvous is not None:
+        lockstep = GangLockstep(spec, rendezvous, hub, memory.loaded.device, loop.stall_detector)
+    memory.loaded.dispatch.set_group(lockstep.collectives)
     parts = RankParts(spec, config, memory.loaded, pool, memory.caches, loop, lockstep)
     engine: DecodeEngine | PrefillEngine
     if spec.kind == DECODE:
@@ -169,7 +169,7 @@ def begin(engine: DecodeEngine | PrefillEngine, job: Job) -> None:
     for i in range(job.num):
         request = Request(f"r{i}", tuple(range(2, 66)), sampling=sampling)
         identity = Identity(request.request_id)
-        engine.ask(identity, Size(len(request.prompt_ids), 0, sampling.max_tokens))
+        engine.enqueue(identity, RequestSize(len(request.prompt_ids), 0, sampling.max_tokens))
         engine.activate(identity, request, 7, None)
 
 
@@ -183,9 +183,9 @@ def measure(job: Job) -> Cost:
         process.start()
         ranks.append((process, to_rank, from_rank))
     if job.size > 1:
-        meeting = ranks[0][2].recv()
+        rendezvous = ranks[0][2].recv()
         for _, to_rank, _ in ranks:
-            to_rank.send(meeting)
+            to_rank.send(rendezvous)
     cost: Cost = ranks[0][2].recv()
     for process, to_rank, _ in ranks:
         to_rank.send("stop")

@@ -32,7 +32,7 @@ from benchmarks.harness.held_out import held_out
 from benchmarks.harness.procs import cpu_s, serving
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.proto import tandem_pb2 as pb
-from tandem.cluster.proto.wire import proxy_options
+from tandem.cluster.proto.grpc_settings import proxy_options
 from tandem.core.config import TINY_MODEL
 
 ARM = "recorded bf16"

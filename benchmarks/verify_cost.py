@@ -25,26 +25,26 @@ from torch import Tensor
 from benchmarks.harness.engines import Bench, greedy, load
 from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
-from tandem.core.levels import chains
+from tandem.core.draft_shapes import chain_shapes
 from tandem.decode_node.planning.step_plan import StepKey
 from tandem.decode_node.program.rows import Rows
 from tandem.decode_node.program.step import draft, verify
 from tandem.model.drafters.base import Drafts
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import Caches
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 
 MAX_DRAFTS = 3
-Part = Callable[[Tensor], tuple[Tensor]]
+KernelModule = Callable[[Tensor], tuple[Tensor]]
 
 
-def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, Part]:
+def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, KernelModule]:
     """By name, verifying trees of so many nodes, two behind each."""
     loaded, rows = bench.loaded, bench.decode._launcher.rows
 
-    def verified(num_nodes: int) -> Part:
+    def verified(num_nodes: int) -> KernelModule:
         parents = tuple(i // 2 for i in range(num_nodes))
-        tree = tree_of(torch.tensor([parents], dtype=torch.int64), num_nodes.bit_length())
+        tree = build_tree(torch.tensor([parents], dtype=torch.int64), num_nodes.bit_length())
         tokens = (torch.arange(num_rows * num_nodes) % 1900).view(num_rows, num_nodes) + 50
 
         def part(read_B: Tensor) -> tuple[Tensor]:
@@ -58,10 +58,12 @@ def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, Part]:
     return {"verify 0": nothing} | {f"verify {n}": verified(n) for n in sizes}
 
 
-def parts_of(loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int) -> dict[str, Part]:
+def parts_of(
+    loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int
+) -> dict[str, KernelModule]:
     """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
 
-    def verified(num_drafts: int) -> Part:
+    def verified(num_drafts: int) -> KernelModule:
         tokens = torch.arange(num_rows * num_drafts, device=loaded.device) + 50
         drafts = Drafts(tokens.view(num_rows, num_drafts))
 
@@ -71,10 +73,10 @@ def parts_of(loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int) -> 
 
         return part
 
-    def drafted(num_drafts: int) -> Part:
+    def drafted(num_drafts: int) -> KernelModule:
         def part(read_B: Tensor) -> tuple[Tensor]:
             key = StepKey(num_rows, num_drafts, catch_up=1)
-            selected, level = rows.select(read_B, None), chains(num_drafts)[-1]
+            selected, level = rows.select(read_B, None), chain_shapes(num_drafts)[-1]
             return (draft(loaded.drafter, caches, selected, key, level).tokens_BN,)
 
         return part
@@ -93,10 +95,10 @@ def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) 
         bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
     for sequence in bench.decode.scheduler.running:
         sequence.pages.extend(bench.pool.allocate(1))
-        bench.decode._launcher.rows.grow(sequence)
+        bench.decode._launcher.rows.update_page_table(sequence)
     known = loaded, bench.decode._launcher.rows, bench.caches
     made = trees_of(bench, num_rows, sizes) if sizes else parts_of(*known, num_rows)
-    parts = {name: loaded.kernels.repeated(f) for name, f in made.items()}
+    parts = {name: loaded.kernels.make_replayable(f) for name, f in made.items()}
     read_B, times = torch.arange(num_rows), defaultdict(list)
     for _ in range(num_rounds):
         for name, part in parts.items():

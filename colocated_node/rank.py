@@ -7,21 +7,21 @@ hand-over is the seal alone.
 from collections.abc import Sequence
 
 from tandem.core.answer import TransferStats
-from tandem.core.control import Control, Done, InProcessControl, ask
+from tandem.core.control import Control, Empty, InProcessControl, call_rank
 from tandem.core.identity import Identity
 from tandem.core.tasks import Tasks
 from tandem.decode_node.service.rank import DecodeRank
 from tandem.kv_transfer import messages as m
-from tandem.kv_transfer.side import Deadlines
-from tandem.kv_transfer.sink import Pulled
-from tandem.prefill_node.page_source import AdoptedPages
+from tandem.kv_transfer.endpoint import Deadlines
+from tandem.kv_transfer.sink import PullResult
+from tandem.prefill_node.page_source import DecodeRowPages
 from tandem.prefill_node.rank import PrefillRank
 from tandem.runtime.parts import RankParts
 
 PREFILL_METHODS = ("prefill", "cancel")
 
 
-class SealedInPlace:
+class LocalHandover:
     """The decode side of a hand-over within one rank: waits for the seal, moves nothing."""
 
     def __init__(self, lease_s: float) -> None:
@@ -29,28 +29,28 @@ class SealedInPlace:
         self._tasks = Tasks()
         self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
 
-    async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> Pulled:
+    async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> PullResult:
         """As Sink.pull: keeps the lease, releases it at the end, whatever the end."""
         reason = "failed"
         self._num_pulls += 1
         try:
             seal = await self._seal(offer.identity, control)
             reason = "pulled"
-            return Pulled(seal, TransferStats(tokens=offer.num_tokens, backend="in place"))
+            return PullResult(seal, TransferStats(tokens=offer.num_tokens, backend="in place"))
         finally:
             self._num_pulls -= 1
             release = m.Release(offer.identity, reason)
-            self._tasks.start(ask(control, "release", release, Done, self._deadlines.call_s))
+            self._tasks.start(call_rank(control, "release", release, Empty, self._deadlines.call_s))
 
     async def _seal(self, identity: Identity, control: Control) -> m.Seal:
         num_tokens, waits = 0, self._deadlines
         while True:
             pull = m.Pull(identity, num_tokens, waits.wait_s)
-            ready = await ask(control, "pull", pull, m.Ready, waits.wait_s + waits.call_s)
+            ready = await call_rank(control, "pull", pull, m.PullReply, waits.wait_s + waits.call_s)
             if ready.seal is not None:
                 return ready.seal
             num_tokens = ready.num_tokens
-            await ask(control, "renew", identity, Done, waits.call_s)
+            await call_rank(control, "renew", identity, Empty, waits.call_s)
 
     def counts(self) -> dict[str, int]:
         return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
@@ -69,8 +69,8 @@ class ColocatedRank:
         self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
 
     @property
-    def num_held(self) -> int:
-        return self.decode.num_held
+    def num_sequences(self) -> int:
+        return self.decode.num_sequences
 
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
         rank = self.prefill if method in PREFILL_METHODS else self.decode
@@ -83,10 +83,15 @@ class ColocatedRank:
 
 async def build(parts: RankParts) -> ColocatedRank:
     """Both engines on one thread."""
-    intake = SealedInPlace(parts.config.kv_transfer.lease_s)
-    decode = DecodeRank(parts, intake, lambda owner, epoch: control)
-    held, share = decode.engine.scheduler.held, decode.engine.scheduler.share
-    pages = AdoptedPages(parts.pool, parts.loaded.lag, lambda one: held(one).pages, share)
+    kv_receiver = LocalHandover(parts.config.kv_transfer.lease_s)
+    decode = DecodeRank(parts, kv_receiver, lambda owner, epoch: control)
+    get_grant, use_prefix_pages = (
+        decode.engine.scheduler.get_grant,
+        decode.engine.scheduler.use_prefix_pages,
+    )
+    pages = DecodeRowPages(
+        parts.pool, parts.loaded.lag, lambda one: get_grant(one).pages, use_prefix_pages
+    )
     prefill = PrefillRank(parts, pages)
     control = InProcessControl(prefill.handle, parts.spec.epoch)
     await decode.listen()

@@ -61,18 +61,21 @@ class SpeculationCounts:
     drafted_per_position: tuple[int, ...] = ()
     num_nodes: int = 0
 
-    def cut(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
+    def truncate_last_run(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
         """These counts had the run of the last step (``before``: the counts then) been cut to
         ``num_kept`` tokens: what is cut off does not count as accepted."""
         num_run = self.num_accepted - before.num_accepted
-        num_last = min(num_run, num_kept)
+        num_feature_tokens = min(num_run, num_kept)
         return replace(
             self,
-            num_accepted=before.num_accepted + num_last,
+            num_accepted=before.num_accepted + num_feature_tokens,
             accepted_per_position=tuple(
-                num - (num_last <= i < num_run) for i, num in enumerate(self.accepted_per_position)
+                num - (num_feature_tokens <= i < num_run)
+                for i, num in enumerate(self.accepted_per_position)
             ),
-            first_step_accepted=num_last if self.num_steps == 1 else self.first_step_accepted,
+            first_step_accepted=num_feature_tokens
+            if self.num_steps == 1
+            else self.first_step_accepted,
         )
 
     def __add__(self, other: "SpeculationCounts") -> "SpeculationCounts":

@@ -9,9 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ValidationInfo
 
-from tandem.core.config_source import explain, overlay, read_yaml, type_text, value_text
+from tandem.core.config_source import (
+    apply_override,
+    explain_errors,
+    format_type,
+    format_value,
+    read_yaml,
+)
+from tandem.core.draft_shapes import MAX_NODES
 from tandem.core.info import COLOCATED, DECODE, PREFILL
-from tandem.core.levels import MOST_NODES
 
 AUTO = "auto"
 TINY_MODEL = Path(__file__).parents[1] / "tiny-v3"
@@ -70,9 +76,9 @@ class SpeculationConfig(Section):
     """mtp, eagle, eagle3, draft_model, medusa, self, ngram, ngram+X, none, auto, or module:Class"""
     draft_model_path: Path | None = Field(default=None, strict=False)
     """of medusa, eagle and eagle3: the folder of the heads; of draft_model: its checkpoint"""
-    max_tree_nodes: int | None = Field(default=None, ge=1, le=MOST_NODES)
+    max_tree_nodes: int | None = Field(default=None, ge=1, le=MAX_NODES)
     """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
-    top_k: int = Field(default=4, ge=1, le=MOST_NODES)
+    top_k: int = Field(default=4, ge=1, le=MAX_NODES)
     """of trees but medusa's: nodes of a depth that are drafted on from, and tokens after each"""
     medusa_choices: Path | None = Field(default=None, strict=False)
     """of trees of medusa: a JSON list of paths; null is choices.json in that folder"""
@@ -264,20 +270,20 @@ def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfi
     """
     tree = {} if path is None else read_yaml(path)
     for item in sets or []:
-        overlay(tree, item)
-    return checked(tree)
+        apply_override(tree, item)
+    return validate_config(tree)
 
 
-def checked(tree: Any) -> TandemConfig:
+def validate_config(tree: Any) -> TandemConfig:
     """Raises ``ValueError`` naming each wrong key or value and what would be right."""
     try:
         return TandemConfig.model_validate(tree)
     except ValidationError as error:
-        fields = {name: field.description or "" for name, field in leaves()}
-        raise ValueError(explain(error, fields)) from error
+        fields = {name: field.description or "" for name, field in iter_keys()}
+        raise ValueError(explain_errors(error, fields)) from error
 
 
-def leaves() -> Iterator[tuple[str, FieldInfo]]:
+def iter_keys() -> Iterator[tuple[str, FieldInfo]]:
     """Every key that takes a value, dotted, in the order of the tree."""
     for name, field in TandemConfig.model_fields.items():
         section = field.annotation
@@ -288,11 +294,11 @@ def leaves() -> Iterator[tuple[str, FieldInfo]]:
             yield name, field
 
 
-def describe() -> str:
+def describe_keys() -> str:
     """One line per key: its name, default, type and meaning."""
     rows = [
-        (name, f"{value_text(field.default)} ({type_text(field.annotation)})", field)
-        for name, field in leaves()
+        (name, f"{format_value(field.default)} ({format_type(field.annotation)})", field)
+        for name, field in iter_keys()
     ]
     wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
     return "\n".join(f"{a:<{wide}}  {b:<{wider}}  {field.description}" for a, b, field in rows)

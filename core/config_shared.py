@@ -4,13 +4,13 @@ import hashlib
 import json
 from operator import attrgetter
 
-from tandem.core.config import TandemConfig, checked, leaves
+from tandem.core.config import TandemConfig, iter_keys, validate_config
 
 
-def received(config_json: str) -> TandemConfig:
+def parse_shared_config(config_json: str) -> TandemConfig:
     """What another process of ours has found right. Raises ``ValueError`` if that is another's."""
     try:
-        return checked(json.loads(config_json))
+        return validate_config(json.loads(config_json))
     except ValueError as error:
         raise ValueError(
             f"config of another release of Tandem: {error}; in a Ray all are of one release: stop "
@@ -24,11 +24,11 @@ def shared_digest(config: TandemConfig) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
-def differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
+def config_differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
     """Each key that gateways of one cluster share but that is not the same, with both values."""
     told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in _shared_keys())
     return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
 
 
 def _shared_keys() -> list[str]:
-    return [key for key, _ in leaves() if not key.startswith("server.")]
+    return [key for key, _ in iter_keys() if not key.startswith("server.")]

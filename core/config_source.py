@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def overlay(tree: dict[str, Any], item: str) -> None:
+def apply_override(tree: dict[str, Any], item: str) -> None:
     """Apply one ``a.b=c`` to ``tree`` in place. Raises ``ValueError`` if it is malformed."""
     path, equals, text = item.partition("=")
     names = path.strip().split(".")
@@ -64,7 +64,7 @@ def overlay(tree: dict[str, Any], item: str) -> None:
     tree[names[-1]] = value
 
 
-def explain(error: ValidationError, fields: Mapping[str, str]) -> str:
+def explain_errors(error: ValidationError, fields: Mapping[str, str]) -> str:
     """Every problem in ``error`` on a line of its own; ``fields`` maps keys to meanings."""
     return "\n".join(_problem(dict(detail), fields) for detail in error.errors())
 
@@ -91,23 +91,23 @@ def _suggestion(path: str, fields: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; sections are {sorted(sections)}"
 
 
-def value_text(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a default as one writes it in YAML; of a path the two last parts."""
     if isinstance(value, Path):
         return "/".join(value.parts[-2:])
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def type_text(annotation: Any) -> str:
+def format_type(annotation: Any) -> str:
     """``int|null``, ``[str, str]``, ``[int, ...]``, ``auto|cpu|cuda``."""
     if annotation is Ellipsis:
         return "..."
     if get_origin(annotation) is Annotated:
-        return type_text(get_args(annotation)[0])
+        return format_type(get_args(annotation)[0])
     if get_origin(annotation) is Literal:
         return "|".join(map(str, get_args(annotation)))
     if get_origin(annotation) is tuple:
-        return f"[{', '.join(map(type_text, get_args(annotation)))}]"
+        return f"[{', '.join(map(format_type, get_args(annotation)))}]"
     if get_origin(annotation) in (Union, UnionType):
-        return "|".join(map(type_text, get_args(annotation)))
+        return "|".join(map(format_type, get_args(annotation)))
     return "null" if annotation is type(None) else annotation.__name__.lower()

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class Empty:
     """The reply where there is nothing to tell."""
 
 
@@ -68,7 +68,7 @@ class Service:
             reply = answer(unpack(schema, payload) if schema else None)
             if inspect.isawaitable(reply):
                 reply = await reply
-            return pack(Done() if reply is None else reply)
+            return pack(Empty() if reply is None else reply)
         except Exception as error:
             is_ours = not isinstance(error, (TandemError, ValueError))
             level = logging.ERROR if is_ours else logging.INFO
@@ -78,7 +78,7 @@ class Service:
             return encode_failure(error)
 
 
-async def ask(
+async def call_rank(
     control: Control, method: str, message: Any, reply: type[Reply], timeout_s: float
 ) -> Reply:
     """Call with a message, or None where the method takes none, and decode. Raises the error that

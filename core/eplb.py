@@ -134,9 +134,9 @@ def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> f
     count. 1.0 is perfect balance, 1 / num_ranks is all rows on one rank. It is 1.0 if there are
     no rows at all.
     """
-    assert len(counts_LE) == len(placement.experts_of)
+    assert len(counts_LE) == len(placement.slot_experts)
     num = placement.slots_per_rank
-    loads_LS = map(slot_loads, counts_LE, placement.experts_of)
+    loads_LS = map(slot_loads, counts_LE, placement.slot_experts)
     loads_LR = [
         [sum(loads_S[start : start + num]) for start in range(0, len(loads_S), num)]
         for loads_S in loads_LS

@@ -3,8 +3,8 @@
 import errno
 from typing import Self
 
-_OUT_OF = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
-_OUT_OF_TEXTS = (
+_RESOURCE_ERRNOS = {errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.ENOMEM, errno.EAGAIN}
+_RESOURCE_TEXTS = (
     "can't start new thread",
     "can't allocate memory",
     "not enough memory",
@@ -61,11 +61,11 @@ class StepFailed(Unavailable):
     """A step that this request was in failed; it goes on, at first in steps of its own."""
 
 
-class Poisonous(StepFailed):
+class PoisonRequest(StepFailed):
     """A step failed that this request, suspected already, was alone in: it is not tried again."""
 
 
-class NonFinite(TandemError):
+class NonFiniteLogits(TandemError):
     """The model's logits for this request are not finite numbers, so no token can be chosen. It is
     not tried again: another rank would compute the same."""
 
@@ -83,7 +83,7 @@ class HandoverError(Unavailable):
     """A KV hand-over could not be completed; nothing of it may be used."""
 
 
-class OtherModel(TandemError):
+class ModelMismatch(TandemError):
     """An answer was begun by another model than the one that is to continue it."""
 
 
@@ -107,7 +107,7 @@ class TextTooLong(ValueError):
         self.num_tokens = num_tokens
 
 
-class CannotCapture(RuntimeError):
+class CaptureError(RuntimeError):
     """A function cannot be had as a graph of the device, which goes on answering."""
 
 
@@ -115,7 +115,7 @@ def is_out_of_resources(error: BaseException) -> bool:
     """Return whether a process has no memory (the host's or a device's), threads, open files or
     disk space left; all may come back."""
     if isinstance(error, OSError):
-        return error.errno in _OUT_OF
+        return error.errno in _RESOURCE_ERRNOS
     if isinstance(error, RuntimeError):
-        return any(text in str(error) for text in _OUT_OF_TEXTS)
+        return any(text in str(error) for text in _RESOURCE_TEXTS)
     return isinstance(error, MemoryError)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 _NONCE_BITS = 53
 
 
-def nonce() -> int:
+def new_nonce() -> int:
     """A number that is never used again; nothing compares nonces but for equality."""
     return secrets.randbits(_NONCE_BITS)
 
@@ -22,7 +22,7 @@ class Identity:
 
     request_id: str
     answer: int = 0
-    attempt: int = field(default_factory=nonce)
+    attempt: int = field(default_factory=new_nonce)
 
     def __str__(self) -> str:
         which = f"[{self.answer}]" if self.answer else ""

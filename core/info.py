@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tandem.core.beat import Held
+from tandem.core.heartbeat import RankLoad
 
 PREFILL, DECODE, COLOCATED = "prefill", "decode", "colocated"
 STARTING, SERVING, DRAINING = "STARTING", "SERVING", "DRAINING"
@@ -33,7 +33,7 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class RankStatus(Held):
+class RankStatus(RankLoad):
     """A rank as its latest heartbeat says. Of one that does not answer only ``alive`` False is
     known, and the ``cause`` where the controller has one.
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from tandem.core.identity import Identity
 from tandem.core.info import ModelInfo
-from tandem.core.pace import Pace
 from tandem.core.placement import Placement
+from tandem.core.progress import EngineProgress
 from tandem.core.schema import Failure
 
 STARTING, READY, LOST = "starting", "ready", "lost"
@@ -35,26 +35,26 @@ class RankSpec:
     rank: int = 0
     num_ranks: int = 1
     host: str = "127.0.0.1"
-    born: int = 0
-    room: int = 0
+    process_epoch: int = 0
+    placement_group_epoch: int = 0
 
     @property
-    def life(self) -> str:
+    def epoch_name(self) -> str:
         """The name of this life of it: unique among all lives of all ranks."""
         return f"{self.gang}.{self.epoch}.{self.rank}"
 
     @property
-    def process(self) -> str:
+    def process_name(self) -> str:
         """Of its process, which may see several lives of its gang."""
-        return f"{self.gang}.{self.born or self.epoch}.{self.rank}"
+        return f"{self.gang}.{self.process_epoch or self.epoch}.{self.rank}"
 
     @property
     def label(self) -> str:
         """What people call it."""
-        return self.gang if self.num_ranks == 1 else self.seat
+        return self.gang if self.num_ranks == 1 else self.rank_name
 
     @property
-    def seat(self) -> str:
+    def rank_name(self) -> str:
         """The same in all lives of the rank."""
         return f"{self.gang}.{self.rank}"
 
@@ -69,7 +69,7 @@ class PortAddress:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of a gang's life come together: address of the planner, which wants the
     ``token``, and port of the store in which they find each other's data connections."""
 
@@ -82,7 +82,7 @@ class Meeting:
 @dataclass(frozen=True, slots=True)
 class RankInfo:
     """A rank that is ready; fixed for its life. ``caches`` are what it has of a sequence, or wants,
-    ``max_tokens`` the room of its cache, ``why_plain`` what keeps it from faster kernels,
+    ``max_tokens`` the room of its cache, ``fallback_reason`` what keeps it from faster kernels,
     ``kernels`` what computes its steps, and the form of its programs if it decodes. ``tokenizer``
     is the digest of the tokenizer in its checkpoint folder, "" without one."""
 
@@ -99,32 +99,32 @@ class RankInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class InStep:
-    """The requests of a step; ``is_alone``: it is one, by itself because it is suspected."""
+class InFlightBatch:
+    """The requests of a step; ``is_isolated``: it is one, by itself because it is suspected."""
 
     identities: tuple[Identity, ...]
-    is_alone: bool
+    is_isolated: bool
 
 
 @dataclass(frozen=True, slots=True)
-class EndedLife:
-    """How a life of a gang ended: ``in_step`` if a step was the cause, and then who was in it."""
+class EpochEnd:
+    """How a life of a gang ended: ``in_flight`` if a step was the cause, and then who was in it."""
 
     epoch: int
-    in_step: InStep | None = None
+    in_flight: InFlightBatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
     """State of a rank as it reports it. A rank loads, joins its gang, and is ready once ``info`` is
-    set. ``doing`` and ``progress`` describe its start (``on_start`` in core/pace.py).
-    It holds ``num_held`` sequences; ``placement`` is the digest of where its gang's experts lie, if
+    set. ``doing`` and ``progress`` describe its start (``on_start`` in core/progress.py). It holds
+    ``num_sequences`` sequences; ``placement`` is the digest of where its gang's experts lie, if
     that is not the plain order.
 
     ``ended`` is why its gang's life is over: process and weights are well, and it may join the
     next. A ``failure`` is for good. ``seen`` is the largest (incarnation, epoch) it was told;
-    ``log_path`` is where its stderr goes, ``box_path`` where its steps are noted, both on its
-    machine.
+    ``log_path`` is where its stderr goes, ``crash_journal_path`` where its steps are noted, both on
+    its machine.
 
     ``weights`` is the digest of the weights that it holds or loads, "" until they are checked.
     ``waits`` says why it does not load: its files hold other weights than its cluster's.
@@ -134,20 +134,20 @@ class RankState:
     config_json: str
     pid: int
     log_path: str
-    seen: tuple[int, int]
+    max_seen: tuple[int, int]
     progress: float = 0.0
     info: RankInfo | None = None
     failure: Failure | None = None
-    pace: Pace | None = None
-    box_path: str = ""
+    engine_progress: EngineProgress | None = None
+    crash_journal_path: str = ""
     is_loaded: bool = False
     is_joined: bool = False
-    num_held: int = 0
+    num_sequences: int = 0
     placement: str = ""
-    ended: Failure | None = None
-    doing: str = ""
+    epoch_end_cause: Failure | None = None
+    activity: str = ""
     weights: str = ""
-    waits: str = ""
+    wait_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class Gang:
     epoch: int
     state: str
     members: tuple[RankInfo, ...] = ()
-    starts: tuple[str, ...] = ()
+    startup_notes: tuple[str, ...] = ()
     failure: Failure | None = None
-    ended: EndedLife | None = None
+    epoch_end: EpochEnd | None = None
     is_given_up: bool = False
     num_deaths: int = 0
 
@@ -183,7 +183,9 @@ class Gang:
     def cause(self) -> str:
         """Why it is not ready, in a line."""
         last = "" if self.failure is None else self.failure.text.partition("\n")[0]
-        return "; ".join((self.state, *self.starts, *([f"it ended: {last}"] if last else [])))
+        return "; ".join(
+            (self.state, *self.startup_notes, *([f"it ended: {last}"] if last else []))
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ class Placement:
     """
 
     num_ranks: int
-    experts_of: tuple[tuple[int, ...], ...]
+    slot_experts: tuple[tuple[int, ...], ...]
     """[layer][slot] -> expert id"""
 
     @classmethod
-    def plain(
+    def in_order(
         cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0
     ) -> "Placement":
         """Slot i has expert i; the redundant slots have experts 0, 1, ... once more.
@@ -37,20 +37,20 @@ class Placement:
     @property
     def num_slots(self) -> int:
         """Of all ranks together, in each layer."""
-        return len(self.experts_of[0])
+        return len(self.slot_experts[0])
 
     @property
     def slots_per_rank(self) -> int:
         return self.num_slots // self.num_ranks
 
-    def of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
+    def experts_of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
         """Expert ids of a rank's slots, [S]."""
         first = rank * self.slots_per_rank
-        return self.experts_of[layer][first : first + self.slots_per_rank]
+        return self.slot_experts[layer][first : first + self.slots_per_rank]
 
-    def slots_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+    def expert_slots(self, layer: int) -> tuple[tuple[int, ...], ...]:
         """For each expert its slots, ascending."""
-        experts_S = self.experts_of[layer]
+        experts_S = self.slot_experts[layer]
         slots_E: list[list[int]] = [[] for _ in range(max(experts_S) + 1)]
         for slot, expert in enumerate(experts_S):
             slots_E[expert].append(slot)
@@ -58,9 +58,9 @@ class Placement:
 
     def check_integrity(self, num_experts: int) -> None:
         """Asserts that ranks and layers have equally many slots, and layers every expert."""
-        assert self.num_ranks > 0 and self.experts_of, self
+        assert self.num_ranks > 0 and self.slot_experts, self
         assert self.num_slots % self.num_ranks == 0, (self.num_slots, self.num_ranks)
-        for layer, experts_S in enumerate(self.experts_of):
+        for layer, experts_S in enumerate(self.slot_experts):
             assert len(experts_S) == self.num_slots, (layer, len(experts_S), self.num_slots)
             odd = set(experts_S) ^ set(range(num_experts))
             assert not odd, f"layer {layer} lacks experts, or has unknown ones: {sorted(odd)}"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.core.answer import SpeculationCounts, TokenLogprobs
-from tandem.core.beat import Beat
+from tandem.core.heartbeat import Heartbeat
 from tandem.core.identity import Identity
 from tandem.core.schema import Failure
 
@@ -91,9 +91,9 @@ class Speculation:
 class Request:
     """``output_ids`` are tokens already emitted elsewhere (resume); empty at first.
 
-    The answer ``is_begun`` if this cluster knows that it has emitted tokens of it: its gateway did,
-    or its client has a proof. It goes ahead of fresh requests. Whether there are ``output_ids``
-    does not matter, because a client can claim any.
+    The answer ``is_resumed`` if this cluster knows that it has emitted tokens of it: its gateway
+    did, or its client has a proof. It goes ahead of fresh requests. Whether there are
+    ``output_ids`` does not matter, because a client can claim any.
     """
 
     request_id: str
@@ -101,11 +101,11 @@ class Request:
     output_ids: tuple[int, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: Speculation = field(default_factory=Speculation)
-    is_begun: bool = False
+    is_resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Unchecked:
+class RawRequest:
     """A request as a entrypoint took it: the types are right, no value has been looked at.
 
     ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
@@ -143,4 +143,4 @@ class TokenFrame:
     """What one step gave the sequences of one session; ``beat`` answers a heartbeat."""
 
     updates: tuple[SequenceUpdate, ...] = ()
-    beat: Beat | None = None
+    heartbeat: Heartbeat | None = None

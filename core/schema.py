@@ -17,7 +17,7 @@ from pydantic_core import SchemaSerializer, SchemaValidator
 from tandem.core import errors
 
 Message = TypeVar("Message")
-_EXACT = {"int", "float", "bool", "str", "bytes"}
+_STRICT_TYPES = {"int", "float", "bool", "str", "bytes"}
 
 
 class WireError(ValueError):
@@ -42,27 +42,27 @@ def pack(message: Any) -> bytes:
 
 def unpack(cls: type[Message], data: bytes) -> Message:
     """Decode ``data`` as ``cls``. Raises WireError when it is anything else."""
-    return _checked(cls, *_name_and_fields(cls, data))
+    return _validate(cls, *_name_and_fields(cls, data))
 
 
 def decode(cls: type[Message], data: bytes) -> Message:
     """``data`` as ``cls``; if it holds a Failure instead, raises the error it names."""
     name, fields = _name_and_fields(cls, data)
     if name == Failure.__name__:
-        raise error_of(_checked(Failure, name, fields))
-    return _checked(cls, name, fields)
+        raise to_error(_validate(Failure, name, fields))
+    return _validate(cls, name, fields)
 
 
-def failure_of(error: BaseException) -> Failure:
+def to_failure(error: BaseException) -> Failure:
     kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
     return Failure(kind, str(error), getattr(error, "retry_after_s", 0.0))
 
 
 def encode_failure(error: BaseException) -> bytes:
-    return pack(failure_of(error))
+    return pack(to_failure(error))
 
 
-def error_of(failure: Failure) -> Exception:
+def to_error(failure: Failure) -> Exception:
     if failure.kind == "ValueError":
         return ValueError(failure.text)
     if failure.kind == "Overloaded":
@@ -73,7 +73,7 @@ def error_of(failure: Failure) -> Exception:
     return errors.TandemError(f"{failure.kind}: {failure.text}")
 
 
-class _Short(reprlib.Repr):
+class _ShortRepr(reprlib.Repr):
     """The beginning of a value as text, at a cost that does not grow with the value."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Short(reprlib.Repr):
         return repr(value[: self.maxstring])
 
 
-short = _Short().repr
+short_repr = _ShortRepr().repr
 
 
 def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:
@@ -94,36 +94,36 @@ def _name_and_fields(cls: type, data: bytes) -> tuple[str, Any]:
     except Exception as error:
         raise WireError(f"expected {cls.__name__}, got bytes that are not msgpack") from error
     if not (isinstance(body, list) and len(body) == 2 and isinstance(body[0], str)):
-        raise WireError(f"expected {cls.__name__} as [name, fields], got {short(body)}")
+        raise WireError(f"expected {cls.__name__} as [name, fields], got {short_repr(body)}")
     return body[0], body[1]
 
 
-def _checked(cls: Any, name: str, fields: Any) -> Any:
+def _validate(cls: Any, name: str, fields: Any) -> Any:
     if name != cls.__name__:
-        raise WireError(f"expected message {cls.__name__}, got {short(name)}")
+        raise WireError(f"expected message {cls.__name__}, got {short_repr(name)}")
     try:
         return _schema(cls)[1].validate_python(fields)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(map(str, (cls.__name__, *problem["loc"])))
-        got = f"{type(problem['input']).__name__} {short(problem['input'])}"
+        got = f"{type(problem['input']).__name__} {short_repr(problem['input'])}"
         raise WireError(f"{path}: {problem['msg']}, got {got}") from None
 
 
 @cache
 def _schema(cls: Any) -> tuple[SchemaSerializer, SchemaValidator]:
-    schema: Any = _exact(TypeAdapter(cls).core_schema)
+    schema: Any = _make_strict(TypeAdapter(cls).core_schema)
     return SchemaSerializer(schema), SchemaValidator(schema)
 
 
-def _exact(node: Any) -> Any:
+def _make_strict(node: Any) -> Any:
     """A schema that takes scalars of the very type, lists for tuples, and no unknown fields."""
     if isinstance(node, list):
-        return [_exact(item) for item in node]
+        return [_make_strict(item) for item in node]
     if not isinstance(node, dict):
         return node
-    schema = {key: _exact(value) for key, value in node.items()}
-    if schema.get("type") in _EXACT:
+    schema = {key: _make_strict(value) for key, value in node.items()}
+    if schema.get("type") in _STRICT_TYPES:
         schema["strict"] = True
     if schema.get("type") == "dataclass-args":
         schema["extra_behavior"] = "forbid"

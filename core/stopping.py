@@ -8,7 +8,7 @@ def stop_ids(sampling: SamplingParams, eos_ids: tuple[int, ...]) -> frozenset[in
     return frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
 
 
-def cut(
+def truncate_at_stop(
     token_ids: tuple[int, ...], stops: frozenset[int], num_budget: int
 ) -> tuple[tuple[int, ...], str | None]:
     """Keep ``token_ids`` up to and including the first stop, at most ``num_budget`` (> 0).
@@ -24,6 +24,6 @@ def cut(
     return kept, LENGTH if len(kept) == num_budget else None
 
 
-def num_budget(num_prompt: int, num_output: int, max_tokens: int, max_model_len: int) -> int:
+def remaining_budget(num_prompt: int, num_output: int, max_tokens: int, max_model_len: int) -> int:
     """How many more tokens a sequence may emit."""
     return min(max_tokens - num_output, max_model_len - num_prompt - num_output)

@@ -28,10 +28,10 @@ class Tasks:
     def start(self, work: Coroutine[Any, Any, Result]) -> "asyncio.Task[Result]":
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_done)
         return task
 
-    async def detached(self, work: Coroutine[Any, Any, Result]) -> Result:
+    async def run_detached(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Await ``work``; cancelling the waiter leaves it running to its end."""
         return await asyncio.shield(self.start(work))
 
@@ -40,7 +40,7 @@ class Tasks:
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
-    def _ended(self, task: "asyncio.Task[Any]") -> None:
+    def _on_done(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, TandemError):
@@ -50,7 +50,7 @@ class Tasks:
             log.error("a background task failed", exc_info=error)
 
 
-async def again(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
+async def run_periodically(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
     """Do ``work`` every so often until cancelled; one turn that fails is logged, the next comes."""
     while True:
         await asyncio.sleep(every_s)
@@ -60,14 +60,14 @@ async def again(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
             log.exception("what is done every %s s failed", every_s)
 
 
-async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel these, and return when they have ended, whatever their results."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def until(condition: Callable[[], Result], within_s: float, every_s: float) -> Result:
+async def poll_until(condition: Callable[[], Result], within_s: float, every_s: float) -> Result:
     """What it gives once that is true, asked every ``every_s`` seconds, or after ``within_s``."""
     ends_at = asyncio.get_running_loop().time() + within_s
     while not (found := condition()) and asyncio.get_running_loop().time() < ends_at:
@@ -85,26 +85,28 @@ def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> Non
         future.set_result(result)
 
 
-async def in_thread(function: Callable[[], Result]) -> Result:
+async def run_in_thread(function: Callable[[], Result]) -> Result:
     """Run what blocks for long on a thread of its own, so that it starves nobody's executor."""
-    return await asyncio.wrap_future(threaded(function))
+    return await asyncio.wrap_future(start_in_thread(function))
 
 
-def threaded(function: Callable[[], Result]) -> "Future[Result]":
+def start_in_thread(function: Callable[[], Result]) -> "Future[Result]":
     """The result of what runs on a thread of its own; waiters cannot cancel it."""
-    future: Future[Result] = pending()
-    threading.Thread(target=fulfil, args=(future, function), name="blocking", daemon=True).start()
+    future: Future[Result] = uncancellable_future()
+    threading.Thread(
+        target=resolve_by_calling, args=(future, function), name="blocking", daemon=True
+    ).start()
     return future
 
 
-def pending() -> "Future[Any]":
+def uncancellable_future() -> "Future[Any]":
     """A future that its waiters cannot cancel: who made it alone resolves it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def fulfil(future: "Future[Result]", function: Callable[[], Result]) -> None:
+def resolve_by_calling(future: "Future[Result]", function: Callable[[], Result]) -> None:
     """Resolve it with what ``function`` returns or raises."""
     try:
         future.set_result(function())

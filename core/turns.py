@@ -4,12 +4,12 @@ from typing import Generic, TypeVar
 
 from tandem.core.identity import Identity
 
-FRESH_SHARE = 4
+NEW_REQUEST_SHARE = 4
 """One turn in this many goes to the oldest fresh request, however many begun answers wait."""
 Item = TypeVar("Item")
 
 
-def is_fresh_turn(num_begun: int, has_begun: bool, has_fresh: bool) -> bool:
+def is_new_turn(num_resumed: int, has_resumed: bool, has_new: bool) -> bool:
     """Return whether the next turn belongs to a fresh request.
 
     Args:
@@ -17,7 +17,7 @@ def is_fresh_turn(num_begun: int, has_begun: bool, has_fresh: bool) -> bool:
         has_begun: Whether a begun answer waits.
         has_fresh: Whether a fresh request waits.
     """
-    return has_fresh and (not has_begun or num_begun >= FRESH_SHARE - 1)
+    return has_new and (not has_resumed or num_resumed >= NEW_REQUEST_SHARE - 1)
 
 
 class TurnQueue(Generic[Item]):
@@ -25,32 +25,32 @@ class TurnQueue(Generic[Item]):
     otherwise it is fresh; among equals the oldest comes first."""
 
     def __init__(self) -> None:
-        self.begun: dict[Identity, Item] = {}
-        self.fresh: dict[Identity, Item] = {}
-        self._num_begun = 0
+        self.resumed: dict[Identity, Item] = {}
+        self.new: dict[Identity, Item] = {}
+        self._num_resumed = 0
 
     def __len__(self) -> int:
-        return len(self.begun) + len(self.fresh)
+        return len(self.resumed) + len(self.new)
 
-    def add(self, identity: Identity, item: Item, is_begun: bool) -> None:
+    def add(self, identity: Identity, item: Item, is_resumed: bool) -> None:
         """Append ``item`` to the items of its kind."""
-        (self.begun if is_begun else self.fresh)[identity] = item
+        (self.resumed if is_resumed else self.new)[identity] = item
 
     def peek(self) -> tuple[Identity, Item] | None:
         """Return the item whose turn is next, None if the queue is empty."""
         return next(iter(self._next_kind().items()), None)
 
-    def take(self) -> None:
+    def pop(self) -> None:
         """Remove the item that ``peek`` returns: it has had its turn."""
         kind = self._next_kind()
-        self._num_begun = 0 if kind is self.fresh else self._num_begun + 1
+        self._num_resumed = 0 if kind is self.new else self._num_resumed + 1
         del kind[next(iter(kind))]
 
     def discard(self, identity: Identity) -> None:
         """Remove an item that gave up waiting, if it is in the queue."""
-        self.begun.pop(identity, None)
-        self.fresh.pop(identity, None)
+        self.resumed.pop(identity, None)
+        self.new.pop(identity, None)
 
     def _next_kind(self) -> dict[Identity, Item]:
-        is_fresh = is_fresh_turn(self._num_begun, bool(self.begun), bool(self.fresh))
-        return self.fresh if is_fresh else self.begun
+        is_new = is_new_turn(self._num_resumed, bool(self.resumed), bool(self.new))
+        return self.new if is_new else self.resumed

@@ -7,7 +7,7 @@ from pathlib import Path
 
 REMEDY = "set XDG_CACHE_HOME to a folder that only this user can write to"
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_MAY_FILL = os.W_OK | os.X_OK
+_WRITABLE = os.W_OK | os.X_OK
 
 
 def user_home() -> Path:
@@ -17,9 +17,9 @@ def user_home() -> Path:
     Raises ValueError if a temporary one cannot be had either.
     """
     home = os.path.expanduser("~")  # unchanged if neither HOME nor an entry in passwd names one
-    if os.access(home, _MAY_FILL):
+    if os.access(home, _WRITABLE):
         return Path(home)
-    return private_folder(Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}")
+    return ensure_private_folder(Path(tempfile.gettempdir()) / f"tandem-{os.geteuid()}")
 
 
 def user_cache() -> Path:
@@ -30,10 +30,10 @@ def user_cache() -> Path:
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named)
     cache = Path(os.path.expanduser("~"), ".cache")  # may be there in a home that is read-only
-    return cache if os.access(cache, _MAY_FILL) else user_home() / ".cache"
+    return cache if os.access(cache, _WRITABLE) else user_home() / ".cache"
 
 
-def private_folder(folder: Path) -> Path:
+def ensure_private_folder(folder: Path) -> Path:
     """Create a folder that this user alone can write to, or make sure that it is one.
 
     Raises ValueError if it cannot be created or belongs to another user.
@@ -50,7 +50,7 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def own_bytes(file: Path) -> bytes | None:
+def read_private_file(file: Path) -> bytes | None:
     """Return what is in a file that this user alone can write to, None if there is no such file."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:

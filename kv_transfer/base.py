@@ -12,13 +12,13 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from tandem.core.errors import HandoverError
-from tandem.core.tasks import pending
+from tandem.core.tasks import uncancellable_future
 
 Direction = Literal["send", "recv"]
 log = logging.getLogger(__name__)
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """One end of a connection of two ranks. One thread posts transfers, several at a time, another
     waits for them in order and destroys it once nothing more is posted; any may `abort`."""
 
@@ -44,10 +44,10 @@ class Transfer:
     direction: Direction
     tensor: Tensor
     transfer_id: int
-    done: "Future[None]" = field(default_factory=pending)
+    done: "Future[None]" = field(default_factory=uncancellable_future)
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         return f"{self.direction} {self.transfer_id} of {self.tensor.nbytes} B"
 
 
@@ -63,12 +63,12 @@ class Channel:
     but ending the process.
     """
 
-    def __init__(self, wire: Wire, name: str, timeout_s: float) -> None:
+    def __init__(self, transport: Transport, name: str, timeout_s: float) -> None:
         self.name, self.timeout_s = name, timeout_s
-        self.num_transfers, self.asked = 0, deque(range(-64, 0), maxlen=64)
-        self.terminal = pending()
+        self.num_transfers, self.requested_chunks = 0, deque(range(-64, 0), maxlen=64)
+        self.terminal = uncancellable_future()
         self.failure: Exception | None = None
-        self._wire = wire
+        self._transport = transport
         self._running: list[Transfer] = []
         self._queue: queue.SimpleQueue[Transfer | None] = queue.SimpleQueue()
         self._posted: queue.SimpleQueue[tuple[Transfer, Any] | None] = queue.SimpleQueue()
@@ -111,15 +111,15 @@ class Channel:
         if failed:
             name = f"channel-abort-{self.name}"
             threading.Thread(target=self._interrupt, name=name, daemon=True).start()
-        self._watch_the_end()
+        self._log_late_end()
 
     def _interrupt(self) -> None:
         try:
-            self._wire.abort()
+            self._transport.abort()
         except Exception:
             log.exception("channel %s: abort failed", self.name)
 
-    def _watch_the_end(self) -> None:
+    def _log_late_end(self) -> None:
         # A wire without an abort ends at its own deadline; twice that is no longer slow.
         late_s = 2 * self.timeout_s
         text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
@@ -130,32 +130,32 @@ class Channel:
 
     def _post(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            what = transfer.direction, transfer.tensor, transfer.transfer_id
-            self._posted.put((transfer, self._tried(transfer, self._wire.post, *what)))
+            arguments = transfer.direction, transfer.tensor, transfer.transfer_id
+            self._posted.put((transfer, self._attempt(transfer, self._transport.post, *arguments)))
         self._posted.put(None)
 
     def _wait(self) -> None:
         while (posted := self._posted.get()) is not None:
             self._wait_for(*posted)
         try:
-            self._wire.destroy()
+            self._transport.destroy()
         except BaseException:
             log.exception("channel %s was not destroyed as it should be", self.name)
         finally:
             self.terminal.set_result(None)
 
     def _wait_for(self, transfer: Transfer, posted: Any) -> None:
-        self._tried(transfer, self._wire.wait, posted, self.timeout_s)
+        self._attempt(transfer, self._transport.wait, posted, self.timeout_s)
         with self._lock:
             self._running.remove(transfer)
             if self.failure is None:
                 transfer.done.set_result(None)
 
-    def _tried(self, transfer: Transfer, work: Callable[..., Any], *given: Any) -> Any:
+    def _attempt(self, transfer: Transfer, work: Callable[..., Any], *args: Any) -> Any:
         """What it gives. What it raises ends the channel, of which only ``terminal`` says then
         when memory is free."""
         try:
-            return work(*given) if self.failure is None else None
+            return work(*args) if self.failure is None else None
         except BaseException as error:
-            text = f"channel {self.name}: {transfer.what} failed: {error}"
+            text = f"channel {self.name}: {transfer.description} failed: {error}"
             self._fail(HandoverError(text))

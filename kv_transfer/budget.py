@@ -6,12 +6,12 @@ from tandem.core.config import TandemConfig
 
 DEFAULT_TOKENS_PER_ROW = 2048
 """Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
-SHARE_KEPT_FREE = 0.1
+FREE_MEMORY_SHARE = 0.1
 """Of a GPU's memory: what steps compute with, and graphs hold."""
 
 
 def default_num_pages(
-    config: TandemConfig, device: torch.device, longest: int, bytes_per_token: int
+    config: TandemConfig, device: torch.device, max_sequence_tokens: int, bytes_per_token: int
 ) -> int:
     """Pages for every row at its usual length, and at least one sequence of ``longest`` tokens; on
     a GPU all that fit beside steps and their graphs.
@@ -21,16 +21,16 @@ def default_num_pages(
     num_ahead = 2 * (config.speculation.max_depth + 1)
     page_size, max_rows = config.kv.page_size, config.decode.max_num_seqs
     if device.type == "cpu":
-        per_row = min(longest, DEFAULT_TOKENS_PER_ROW) + num_ahead
-        num_tokens = max(max_rows * per_row, longest + num_ahead)
+        per_row = min(max_sequence_tokens, DEFAULT_TOKENS_PER_ROW) + num_ahead
+        num_tokens = max(max_rows * per_row, max_sequence_tokens + num_ahead)
         return 1 + -(-num_tokens // page_size) + max_rows
     torch.cuda.empty_cache()
     num_free, num_bytes = torch.cuda.mem_get_info(device)
-    num_pages = int(num_free - SHARE_KEPT_FREE * num_bytes) // (page_size * bytes_per_token)
-    if num_pages * page_size < longest + num_ahead + page_size:
+    num_pages = int(num_free - FREE_MEMORY_SHARE * num_bytes) // (page_size * bytes_per_token)
+    if num_pages * page_size < max_sequence_tokens + num_ahead + page_size:
         raise ValueError(
-            f"model.max_model_len: {longest} tokens do not fit, {num_free / 1e9:.1f} GB are free "
-            f"on {device} and {max(0, num_pages) * page_size} tokens fit beside the steps; "
-            "use fewer, or more ranks"
+            f"model.max_model_len: {max_sequence_tokens} tokens do not fit, {num_free / 1e9:.1f} "
+            f"GB are free on {device} and {max(0, num_pages) * page_size} tokens fit beside the "
+            "steps; use fewer, or more ranks"
         )
     return num_pages

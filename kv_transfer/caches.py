@@ -12,7 +12,7 @@ from tandem.kv_transfer.layout import Group, Layout
 from tandem.kv_transfer.pages import PagePool
 from tandem.kv_transfer.staging import Buffer
 
-Mark = torch.cuda.Event
+DeviceEvent = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
 """Of the ``slots_T`` of ``layers`` [num_slots, W] each, and ``rows`` [num_layers, T, W] of the same
 integer type: into the rows (``is_gather``), or from them."""
@@ -42,14 +42,14 @@ class PagedCaches:
         dtype: str,
         model: str,
         num_features: int = 0,
-        more: str = "",
+        computed_by: str = "",
         copy: Copy | None = None,
     ) -> None:
         groups = tuple(
             Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
             for name, layers in tensors.items()
         )
-        self.layout = Layout(groups, dtype, model, num_features, more=more)
+        self.layout = Layout(groups, dtype, model, num_features, computed_by=computed_by)
         self.pool = pool
         num_slots = pool.num_pages * pool.page_size
         self._tensors = {
@@ -57,11 +57,11 @@ class PagedCaches:
             for name, layers in tensors.items()
         }
         self.device = self._tensors[groups[0].name][0].device
-        self._copy = copy or copy_on(self.device)
+        self._copy = copy or copy_for_device(self.device)
         # A priority of its own, as channels have (nccl.py).
         self._stream = torch.cuda.Stream(self.device, -1) if self.device.type == "cuda" else None
 
-    def mark(self) -> Mark | None:
+    def record_event(self) -> DeviceEvent | None:
         """For `gather` to wait for what the calling thread has launched so far; None where that is
         done already."""
         if self._stream is None:
@@ -70,19 +70,19 @@ class PagedCaches:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def gather(self, span: Span, out: Tensor, mark: Mark | None = None) -> None:
+    def gather(self, span: Span, out: Tensor, event: DeviceEvent | None = None) -> None:
         """Read into ``out`` (see `staged`)."""
-        with self.beside(mark):
+        with self.on_copy_stream(event):
             rows, slots_T = _widest_view(out), self.slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, True)
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
-    def scatter(self, span: Span, staged: Tensor) -> None:
+    def scatter(self, span: Span, staging_view: Tensor) -> None:
         """Write from ``staged``."""
-        with self.beside(None):
-            rows, slots_T = _widest_view(staged), self.slots_T(span)
+        with self.on_copy_stream(None):
+            rows, slots_T = _widest_view(staging_view), self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
 
@@ -91,14 +91,14 @@ class PagedCaches:
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
 
     @contextmanager
-    def beside(self, mark: Mark | None) -> Iterator[None]:
+    def on_copy_stream(self, event: DeviceEvent | None) -> Iterator[None]:
         """On a stream of its own, behind ``mark``; what is launched in it is done at its end."""
         if self._stream is None:
             yield
             return
         with torch.cuda.stream(self._stream):
-            if mark is not None:
-                self._stream.wait_event(mark)
+            if event is not None:
+                self._stream.wait_event(event)
             yield
             self._stream.synchronize()
 
@@ -115,7 +115,7 @@ class PagedCaches:
         return slots_T.pin_memory().to(self.device, non_blocking=True)
 
 
-def staged(span: Span, buffer: Buffer) -> Tensor:
+def staging_view(span: Span, buffer: Buffer) -> Tensor:
     """The part of a buffer that it fills: uint8 ``[num_layers, num_tokens, bytes_per_token]``."""
     group, num_tokens = span.group, span.hi - span.lo
     num_bytes = num_tokens * group.bytes_per_token_all_layers
@@ -130,17 +130,17 @@ def check_chunks(layout: Layout, chunk_bytes: int) -> None:
         raise ValueError(f"a staging chunk must hold a token of {most} bytes, got {chunk_bytes}")
 
 
-def chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
+def split_into_chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
     """Split it into pieces that fit a buffer."""
     step = chunk_bytes // span.group.bytes_per_token_all_layers
     for lo in range(span.lo, span.hi, step):
         yield span._replace(lo=lo, hi=min(lo + step, span.hi))
 
 
-def _widest_view(staged: Tensor) -> Tensor:
+def _widest_view(staging_view: Tensor) -> Tensor:
     """Rows as wide integers where their width and place allow it: index copies go faster."""
-    aligned = staged.shape[-1] % 8 == 0 and staged.storage_offset() % 8 == 0
-    return staged.view(torch.int64) if aligned else staged
+    aligned = staging_view.shape[-1] % 8 == 0 and staging_view.storage_offset() % 8 == 0
+    return staging_view.view(torch.int64) if aligned else staging_view
 
 
 def copy_by_layer(
@@ -153,7 +153,7 @@ def copy_by_layer(
             layer.index_copy_(0, slots_T, rows_TW)
 
 
-def copy_on(device: torch.device) -> Copy:
+def copy_for_device(device: torch.device) -> Copy:
     if device.type != "cuda" or find_spec("triton") is None:
         return copy_by_layer
     from tandem.kv_transfer.gpu_copies import copy_all_layers

@@ -19,7 +19,7 @@ from tandem.kv_transfer.nccl import NcclBackend
 from tandem.net.groups import Store, store_client, store_server
 
 
-class ChannelMaker:
+class ChannelFactory:
     """Makes the two ends of channels of one ``backend``, for which staging must lie on ``device``;
     the store listens on ``host`` only.
 
@@ -60,15 +60,15 @@ class ChannelMaker:
         try:
             host, _, port = address.rpartition(":")
             store = store_client(host, int(port), self.timeout_s, nonce)
-            wire = self._backend.join(store, rank)
+            transport = self._backend.join(store, rank)
         except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
             raise HandoverError(f"channel {name} at {address}: {error}") from None
-        channel = Channel(wire, name, self.timeout_s)
-        _warm(channel, rank, self.device, ends_at)
+        channel = Channel(transport, name, self.timeout_s)
+        _warm_up(channel, rank, self.device, ends_at)
         return channel
 
 
-def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:
+def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
     """One element each way: sockets, communicators and threads exist before real use."""
     element = torch.zeros(1, dtype=torch.uint8, device=device)
     # Kept for as long as the channel can touch it, also if this fails.
@@ -79,23 +79,25 @@ def _warm(channel: Channel, rank: int, device: str, ends_at: float) -> None:
             transfer.done.result(max(0.0, ends_at - time.monotonic()))
         except TimeoutError:
             channel.abort("the first transfers took too long")
-            raise HandoverError(f"channel {channel.name}: {transfer.what}: no end of it") from None
+            raise HandoverError(
+                f"channel {channel.name}: {transfer.description}: no end of it"
+            ) from None
 
 
-def make_channels(backend: str, host: str, timeout_s: float = 30.0) -> ChannelMaker:
+def create_channel_factory(backend: str, host: str, timeout_s: float = 30.0) -> ChannelFactory:
     """Raises ValueError for an unknown backend, and for a host that NCCL cannot be bound to."""
     if backend == "gloo":
-        return ChannelMaker(GlooBackend(host, timeout_s), host, timeout_s)
+        return ChannelFactory(GlooBackend(host, timeout_s), host, timeout_s)
     if backend == "nccl":
-        return ChannelMaker(NcclBackend(host), host, timeout_s)
+        return ChannelFactory(NcclBackend(host), host, timeout_s)
     raise ValueError(f"kv_transfer.backend must be 'gloo' or 'nccl', got {backend!r}")
 
 
-def channel_maker(config: TandemConfig, kind: str, host: str) -> ChannelMaker:
+def channel_factory_from_config(config: TandemConfig, kind: str, host: str) -> ChannelFactory:
     """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs and where nothing is
     sent."""
     backend = config.kv_transfer.backend
     if backend == "auto":
         on_gpus = config.of_kind(kind).device == "cuda" and kind != COLOCATED
         backend = "nccl" if on_gpus else "gloo"
-    return make_channels(backend, host)
+    return create_channel_factory(backend, host)

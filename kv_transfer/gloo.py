@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tandem.kv_transfer.base import Direction, Wire
+from tandem.kv_transfer.base import Direction, Transport
 from tandem.net.groups import Store, gloo_group
 
 
@@ -18,12 +18,12 @@ class GlooBackend:
     def __init__(self, host: str, timeout_s: float) -> None:
         self._host, self._timeout_s = host, timeout_s
 
-    def join(self, store: Store, rank: int) -> Wire:
+    def join(self, store: Store, rank: int) -> Transport:
         """One end of two. Raises RuntimeError when the other end does not come in time."""
-        return GlooWire(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
+        return GlooTransport(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
 
 
-class GlooWire:
+class GlooTransport:
     def __init__(self, group: Any, rank: int) -> None:
         self._group: Any = group
         self._peer_rank = 1 - rank

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COPIED_AT_ONCE = 2048
+VALUES_PER_PROGRAM = 2048
 """Values of a program: 16 KiB as a rule."""
 
 
@@ -18,21 +18,21 @@ def copy_all_layers(
     assert rows_LTW.is_contiguous() and all(layer.is_contiguous() for layer in layers)
     num_layers, num_tokens, width = rows_LTW.shape
     # From other memory the host would wait for all that was launched before.
-    places_L = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
+    addresses_L = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
     if slots_T.is_cuda:
-        places_L = places_L.pin_memory().to(slots_T.device, non_blocking=True)
-    _copy[(triton.cdiv(num_tokens * width, COPIED_AT_ONCE), num_layers)](
-        *(places_L, slots_T, rows_LTW, num_tokens * width),
+        addresses_L = addresses_L.pin_memory().to(slots_T.device, non_blocking=True)
+    _copy[(triton.cdiv(num_tokens * width, VALUES_PER_PROGRAM), num_layers)](
+        *(addresses_L, slots_T, rows_LTW, num_tokens * width),
         WIDTH=width,
         IS_GATHER=is_gather,
-        BLOCK=COPIED_AT_ONCE,
+        BLOCK=VALUES_PER_PROGRAM,
         num_warps=8,
     )
 
 
 @triton.jit
 def _copy(
-    places_L,
+    addresses_L,
     slots_T,
     rows_LTW,
     num_values,
@@ -42,11 +42,11 @@ def _copy(
 ):
     layer = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_one = i < num_values
-    slot = tl.load(slots_T + i // WIDTH, mask=is_one, other=0)
-    entry = tl.load(places_L + layer).to(rows_LTW.dtype) + slot * WIDTH + i % WIDTH
+    is_valid = i < num_values
+    slot = tl.load(slots_T + i // WIDTH, mask=is_valid, other=0)
+    entry = tl.load(addresses_L + layer).to(rows_LTW.dtype) + slot * WIDTH + i % WIDTH
     row = rows_LTW + layer * num_values + i
     if IS_GATHER:
-        tl.store(row, tl.load(entry, mask=is_one), mask=is_one)
+        tl.store(row, tl.load(entry, mask=is_valid), mask=is_valid)
     else:
-        tl.store(entry, tl.load(row, mask=is_one), mask=is_one)
+        tl.store(entry, tl.load(row, mask=is_valid), mask=is_valid)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.core.errors import LayoutMismatch
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the hand-over messages; both sides must speak the same one."""
 
 
@@ -38,7 +38,7 @@ class Layout:
     model: str
     num_features: int = 0
     protocol: int = PROTOCOL
-    more: str = ""
+    computed_by: str = ""
 
     def __post_init__(self) -> None:
         names = [group.name for group in self.groups]
@@ -55,21 +55,21 @@ class Layout:
                 return group
         raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
 
-    def facts(self) -> tuple[str, ...]:
+    def compatibility_facts(self) -> tuple[str, ...]:
         """A line for each thing that it has; equal on every machine."""
         groups = (f"{one.name}: {one.num_layers} x {one.bytes_per_token} B" for one in self.groups)
         features = (f"features: {self.num_features}",) if self.num_features else ()
-        more = (f"by: {self.more}",) if self.more else ()
+        more = (f"by: {self.computed_by}",) if self.computed_by else ()
         of_all = f"protocol: {self.protocol}", f"model: {self.model}", f"dtype: {self.dtype}"
         return (*of_all, *groups, *features, *more)
 
 
-def check_given(given: Collection[str], wanted: Collection[str]) -> None:
+def check_compatible(offered: Collection[str], wanted: Collection[str]) -> None:
     """Raises LayoutMismatch with the ``facts`` of a decode rank that a prefill rank does not have;
     what that has besides is no matter."""
-    if lacks := [fact for fact in wanted if fact not in given]:
-        rest = [fact for fact in given if fact not in wanted]
+    if missing := [fact for fact in wanted if fact not in offered]:
+        rest = [fact for fact in offered if fact not in wanted]
         raise LayoutMismatch(
-            f"decode wants {', '.join(lacks)}; prefill has {', '.join(rest) or 'no more'}: both "
+            f"decode wants {', '.join(missing)}; prefill has {', '.join(rest) or 'no more'}: both "
             "need the same checkpoint, dtype and heads, and prefill what decode's drafts read"
         )

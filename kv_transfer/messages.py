@@ -9,7 +9,7 @@ send       Sent      P has read a chunk into staging and begins to send it
 sums       Sums      what P's pages hold, for D to compare
 renew      Done      the lease lives on (or will, if prefill has not opened it yet)
 release    Done      D needs nothing more of it; saying so twice is fine
-hang_up    Done      D's end of the channel is gone, P shall drop its own
+close_channel    Done      D's end of the channel is gone, P shall drop its own
 =========  ========  =====================================================================
 
 What is summed up or renewed is told by its Identity alone. A request that fails is answered by a
@@ -31,7 +31,7 @@ class Offer:
 
     protocol: int
     owner: str
-    seat: str
+    rank_name: str
     epoch: int
     identity: Identity
     caches: tuple[str, ...]
@@ -51,7 +51,7 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class ConnectReply:
     """Where P's rendezvous listens, and how long its leases are."""
 
     address: str
@@ -82,17 +82,17 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PullReply:
     """Tokens computed so far, of all groups alike. ``opened`` is False while prefill is unknown."""
 
-    opened: bool
+    is_open: bool
     num_tokens: int
     seal: Seal | None
 
     @property
     def is_queued(self) -> bool:
         """The prompt is there, its turn has not come: P is alive and says so."""
-        return self.opened and not self.num_tokens
+        return self.is_open and not self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class SendReply:
     """Which transfer of its channel it is, in whose order answers come; ``generations`` of P's
     pages ``first_page ...`` (counted within the request) as read."""
 
@@ -119,9 +119,9 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Checksums (sums.py) of each ``num_tokens`` of what P has of a sequence, by the name of the
-    group; D may have fewer of those."""
+class Checksums:
+    """Checksums (checksums.py) of each ``num_tokens`` of what P has of a sequence, by the name of
+    the group; D may have fewer of those."""
 
     num_tokens: int
     groups: dict[str, tuple[int, ...]]
@@ -134,5 +134,5 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class HangUp:
+class CloseChannel:
     nonce: str

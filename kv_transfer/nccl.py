@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.kv_transfer.base import Direction, Wire
+from tandem.kv_transfer.base import Direction, Transport
 from tandem.net.groups import Store
-from tandem.net.nccl import nccl_group, prepare
+from tandem.net.nccl import configure_nccl, nccl_group
 
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0
@@ -23,14 +23,14 @@ class NcclBackend:
     device = "cuda"
 
     def __init__(self, host: str) -> None:
-        prepare(host)
+        configure_nccl(host)
 
-    def join(self, store: Store, rank: int) -> Wire:
+    def join(self, store: Store, rank: int) -> Transport:
         """One end of two; its communicator is created by the first transfer."""
-        return NcclWire(nccl_group(store, rank, 2, max_ctas=4), rank, self.device)
+        return NcclTransport(nccl_group(store, rank, 2, max_ctas=4), rank, self.device)
 
 
-class NcclWire:
+class NcclTransport:
     """Transfers are enqueued on a stream of their own, which waits for no engine's work."""
 
     def __init__(self, group: Any, rank: int, device: str) -> None:

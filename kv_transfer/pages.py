@@ -12,7 +12,7 @@ class PagePool:
 
     A page's generation changes when it is allocated and when it is freed, so a (page,
     generation) pair noted while the page was held is good exactly as long as it is held. A page
-    that is kept, and held by nobody else, is idle: ``reclaim(num_pages)`` has its keeper unkeep
+    that is kept, and held by nobody else, is idle: ``reclaim(num_pages)`` has its supervisor unkeep
     up to so many when they are needed.
     """
 
@@ -28,7 +28,7 @@ class PagePool:
         self._free = list(range(num_pages - 1, 0, -1))
         self._refcounts = [0] * num_pages
         self._generations = [0] * num_pages
-        self._kept: set[int] = set()
+        self._cached: set[int] = set()
         self._num_idle = 0
 
     @property
@@ -82,19 +82,19 @@ class PagePool:
                 self._free.append(page)
             self._num_idle += self._is_idle(page)
 
-    def keep(self, page: int) -> None:
-        """Add the keeper's reference to a page that is held already; it has but one."""
-        assert page not in self._kept, f"page {page} is kept twice"
+    def add_cache_ref(self, page: int) -> None:
+        """Add the supervisor's reference to a page that is held already; it has but one."""
+        assert page not in self._cached, f"page {page} is kept twice"
         self.retain([page])
-        self._kept.add(page)
+        self._cached.add(page)
 
-    def unkeep(self, page: int) -> None:
+    def drop_cache_ref(self, page: int) -> None:
         self._num_idle -= self._is_idle(page)
-        self._kept.remove(page)
+        self._cached.remove(page)
         self.release([page])
 
     def _is_idle(self, page: int) -> bool:
-        return self._refcounts[page] == 1 and page in self._kept
+        return self._refcounts[page] == 1 and page in self._cached
 
     def generations(self, pages: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generations[page] for page in pages)
@@ -112,7 +112,7 @@ class PagePool:
         assert len(free) == len(self._free), "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
         assert self._refcounts[DUMMY_PAGE] == 0, "the dummy page is held"
-        idle = sum(map(self._is_idle, self._kept))
+        idle = sum(map(self._is_idle, self._cached))
         assert self._num_idle == idle, f"{self._num_idle} idle pages counted, {idle} there"
         for page in range(1, self.num_pages):
             count = self._refcounts[page]

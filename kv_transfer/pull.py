@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from tandem.core.answer import TransferStats
 from tandem.core.errors import HandoverError, StalePages
 from tandem.kv_transfer import messages as m
-from tandem.kv_transfer.caches import Span, staged
-from tandem.kv_transfer.links import Link
-from tandem.kv_transfer.side import Side
+from tandem.kv_transfer.caches import Span, staging_view
+from tandem.kv_transfer.endpoint import TransferEndpoint
+from tandem.kv_transfer.peer_link import PeerLink
 from tandem.kv_transfer.staging import Buffer
 
 MAX_CHUNKS_IN_FLIGHT = 4
@@ -18,7 +18,7 @@ MAX_CHUNKS_IN_FLIGHT = 4
 
 
 @dataclass(slots=True, eq=False)
-class Pulling:
+class PullState:
     """One pull under way: where from, into which pages, and its transfers on the wire; one that was
     started always runs to its end, even when nobody waits.
 
@@ -26,20 +26,20 @@ class Pulling:
     ``wire_s`` is the time in which some of it was on its way.
     """
 
-    side: Side
-    link: Link
+    endpoint: TransferEndpoint
+    link: PeerLink
     offer: m.Offer
     pages: Sequence[int]
     num_pulled: int = 0
-    read: list[m.Sent] = field(default_factory=list)
+    replies: list[m.SendReply] = field(default_factory=list)
     wire_s: float = 0.0
-    _moved_at: float = 0.0
-    exchanges: set[asyncio.Task[m.Sent]] = field(default_factory=set)
+    _last_transfer_at: float = 0.0
+    transfers: set[asyncio.Task[m.SendReply]] = field(default_factory=set)
     window: asyncio.Semaphore = field(
         default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_IN_FLIGHT)
     )
 
-    def check(self, ready: m.Ready) -> None:
+    def check(self, ready: m.PullReply) -> None:
         """Raises HandoverError for counts that cannot be."""
         if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
@@ -54,17 +54,20 @@ class Pulling:
             raise HandoverError(
                 f"{identity}: sealed at {self.num_pulled} tokens, {offered} were offered"
             )
-        for read in self.read:
-            sealed = seal.generations[read.first_page : read.first_page + len(read.generations)]
-            if sealed != read.generations:
+        for reply in self.replies:
+            sealed = seal.generations[reply.first_page : reply.first_page + len(reply.generations)]
+            if sealed != reply.generations:
                 raise StalePages(
-                    f"{identity}: pages from {read.first_page} on were sent at generations "
-                    f"{read.generations} and sealed at {sealed}"
+                    f"{identity}: pages from {reply.first_page} on were sent at generations "
+                    f"{reply.generations} and sealed at {sealed}"
                 )
 
     def stats(self) -> TransferStats:
         """The seconds are those in which chunks were on their way, P's reading of them too."""
-        num_bytes, backend = sum(read.num_bytes for read in self.read), self.side.maker.backend
+        num_bytes, backend = (
+            sum(reply.num_bytes for reply in self.replies),
+            self.endpoint.channel_factory.backend,
+        )
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
     async def fetch(self, span: Span) -> None:
@@ -73,32 +76,32 @@ class Pulling:
         Cancelled while it comes, it is left in staging and not scattered.
         """
         async with self.window:
-            buffer = await self.link.place()
-            exchange = self.side.tasks.start(self._move(span, buffer))
-            self.exchanges.add(exchange)
-            exchange.add_done_callback(self.exchanges.discard)
+            buffer = await self.link.reserve_slot()
+            transfer = self.endpoint.tasks.start(self._transfer(span, buffer))
+            self.transfers.add(transfer)
+            transfer.add_done_callback(self.transfers.discard)
             try:
-                sent = await asyncio.shield(exchange)
+                reply = await asyncio.shield(transfer)
             except asyncio.CancelledError:
-                exchange.add_done_callback(lambda done: self._free_unread(done, buffer))
+                transfer.add_done_callback(lambda done: self._free_unread(done, buffer))
                 raise
             try:
                 await self._scatter(span, buffer)
             finally:
-                self.side.staging.free(buffer)
-            self.read.append(sent)
+                self.endpoint.staging.free(buffer)
+            self.replies.append(reply)
 
-    async def _move(self, span: Span, buffer: Buffer) -> m.Sent:
-        began = time.perf_counter()
-        sent = await self.link.move(self.offer.identity, span, buffer)
+    async def _transfer(self, span: Span, buffer: Buffer) -> m.SendReply:
+        started_at = time.perf_counter()
+        reply = await self.link.transfer_chunk(self.offer.identity, span, buffer)
         now = time.perf_counter()
-        self.wire_s += now - max(began, self._moved_at)
-        self._moved_at = now
-        return sent
+        self.wire_s += now - max(started_at, self._last_transfer_at)
+        self._last_transfer_at = now
+        return reply
 
-    def _free_unread(self, exchange: "asyncio.Task[m.Sent]", buffer: Buffer) -> None:
-        if not exchange.cancelled() and exchange.exception() is None:
-            self.side.staging.free(buffer)
+    def _free_unread(self, transfer: "asyncio.Task[m.SendReply]", buffer: Buffer) -> None:
+        if not transfer.cancelled() and transfer.exception() is None:
+            self.endpoint.staging.free(buffer)
 
     async def _scatter(self, span: Span, buffer: Buffer) -> None:
         """Copy a chunk from staging into the pages.
@@ -106,7 +109,9 @@ class Pulling:
         Raises:
             HandoverError: The copy failed, for instance for want of device memory.
         """
-        posted = self.side.copier.submit(self.side.caches.scatter, span, staged(span, buffer))
+        posted = self.endpoint.copier.submit(
+            self.endpoint.caches.scatter, span, staging_view(span, buffer)
+        )
         waiting = asyncio.wrap_future(posted)
         try:
             await asyncio.shield(waiting)

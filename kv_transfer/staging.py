@@ -36,7 +36,7 @@ class StagingPool:
         shape = (self.num_buffers, chunk_bytes)
         storage = torch.empty(shape, dtype=torch.uint8, device=device, pin_memory=pin)
         self._free = [Buffer(i, storage[i]) for i in range(self.num_buffers)]
-        self._held: set[int] = set()
+        self._reserved: set[int] = set()
         self._quarantined: dict[int, float] = {}
         """Since when."""
         self._credits = asyncio.Semaphore(self.num_buffers)
@@ -61,18 +61,18 @@ class StagingPool:
         except TimeoutError:
             raise HandoverError(f"no staging buffer came free within {timeout_s} s") from None
         buffer = self._free.pop()
-        self._held.add(buffer.index)
+        self._reserved.add(buffer.index)
         return buffer
 
     def free(self, buffer: Buffer) -> None:
-        assert buffer.index in self._held, f"staging buffer {buffer.index} was freed twice"
-        self._held.remove(buffer.index)
+        assert buffer.index in self._reserved, f"staging buffer {buffer.index} was freed twice"
+        self._reserved.remove(buffer.index)
         self._readmit(buffer)
 
     def quarantine(self, buffer: Buffer, terminal: "Future[None]") -> None:
         """Free a buffer only once its channel can touch it no more."""
-        assert buffer.index in self._held, f"staging buffer {buffer.index} is not held"
-        self._held.remove(buffer.index)
+        assert buffer.index in self._reserved, f"staging buffer {buffer.index} is not held"
+        self._reserved.remove(buffer.index)
         self._quarantined[buffer.index] = time.monotonic()
         loop = asyncio.get_running_loop()
 
@@ -85,7 +85,7 @@ class StagingPool:
     def check_integrity(self) -> None:
         """Assert that every buffer is free, held or quarantined, and exactly one of these."""
         free = [buffer.index for buffer in self._free]
-        everything = sorted([*free, *self._held, *self._quarantined])
+        everything = sorted([*free, *self._reserved, *self._quarantined])
         assert everything == list(range(self.num_buffers)), f"staging adds up to {everything}"
 
     def _readmit(self, buffer: Buffer) -> None:

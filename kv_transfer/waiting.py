@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from tandem.core.errors import HandoverError
-from tandem.core.tasks import threaded
+from tandem.core.tasks import start_in_thread
 from tandem.kv_transfer.base import Channel
 
 Result = TypeVar("Result")
@@ -16,13 +16,13 @@ SLACK_S = 1.0
 """The backend's own deadline, or the other side's reason, may be a little behind."""
 
 
-async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
+async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> Channel:
     """Run ``make``, which blocks, on a thread of its own.
 
     Raises what it raises, HandoverError after ``timeout_s`` plus a little: its thread is
     abandoned then, as where nobody waits any more, and a channel that it still makes is aborted.
     """
-    making = threaded(make)
+    making = start_in_thread(make)
     try:
         return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
     except BaseException:
@@ -32,7 +32,7 @@ async def opened(make: Callable[[], Channel], timeout_s: float) -> Channel:
         raise
 
 
-async def settled(future: "Future[None]", channel: Channel) -> None:
+async def wait_for_transfer(future: "Future[None]", channel: Channel) -> None:
     """Wait for a transfer's ``done``.
 
     Raises HandoverError: the transfer's own, or, when the backend does not even keep its

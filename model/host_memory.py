@@ -5,7 +5,7 @@ import logging
 
 log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-_WANTED = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
+_MALLOC_OPTIONS = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
 """The largest block to reuse, the largest reserve to keep, and one arena for all threads."""
 
 
@@ -19,6 +19,6 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    for option, value in _WANTED.items():
+    for option, value in _MALLOC_OPTIONS.items():
         if not mallopt(option, value):
             log.info("malloc option %d=%d was not taken", option, value)

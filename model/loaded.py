@@ -9,24 +9,24 @@ from typing import Any
 import torch
 
 from tandem.core.config import AUTO, TandemConfig
-from tandem.core.forms import EAGER
+from tandem.core.execution import EAGER
 from tandem.core.info import PREFILL
-from tandem.core.pace import LOADING, on_start
 from tandem.core.placement import Placement
+from tandem.core.progress import LOADING, on_startup_progress
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.files import CheckpointFiles
-from tandem.model.checkpoint.weights import Checkpoint, load_network, num_mtp
+from tandem.model.checkpoint.weights import Checkpoint, load_network, num_mtp_layers
 from tandem.model.drafters import create_drafter
 from tandem.model.drafters.base import Drafter
 from tandem.model.drafters.files import folder_digest
 from tandem.model.host_memory import keep_freed_memory
 from tandem.model.kernels import create_kernels
 from tandem.model.kernels.base import BLOCK, Kernels
-from tandem.model.network.cache import MAIN, CacheGroup, Caches, zeros
+from tandem.model.network.cache import MAIN, CacheGroup, Caches, allocate_zeros
 from tandem.model.network.deepseek import DeepseekV3
 from tandem.model.network.dispatch import create_dispatch
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 from tandem.text.think import read_think_ids
 from tandem.text.tokenizer import tokenizer_digest
 
@@ -51,20 +51,20 @@ class LoadedModel:
     has_mtp: bool
     think_ids: tuple[int, int] | None
     digest: str = ""
-    tokenizer: str = ""
-    refused: dict[Any, str] = field(default_factory=dict)
+    tokenizer_digest: str = ""
+    uncapturable: dict[Any, str] = field(default_factory=dict)
 
     @property
     def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def form(self) -> str:
+    def exec_mode(self) -> str:
         """The best in which its programs can be had."""
-        return EAGER if self.dispatch.why_eager else self.kernels.form
+        return EAGER if self.dispatch.eager_reason else self.kernels.exec_mode
 
     @property
-    def groups(self) -> tuple[CacheGroup, ...]:
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
         """The main caches, then the drafter's, in wire order."""
         main = CacheGroup(MAIN, self.config.num_hidden_layers, self.config.latent_dim)
         return (main, *self.drafter.cache_groups)
@@ -72,19 +72,21 @@ class LoadedModel:
     @property
     def lag(self) -> int:
         """How many later tokens an entry of any cache depends on."""
-        return max(group.lag for group in self.groups)
+        return max(group.lag for group in self.cache_groups)
 
     @property
     def bytes_per_token(self) -> int:
         """Of all caches."""
-        return self.dtype.itemsize * sum(one.num_layers * one.width for one in self.groups)
+        return self.dtype.itemsize * sum(one.num_layers * one.width for one in self.cache_groups)
 
-    def allocate(self, num_pages: int, page_size: int) -> Caches:
+    def allocate_caches(self, num_pages: int, page_size: int) -> Caches:
         """Zeroed: whatever is read before it was written, the dummy page too, is finite."""
         shape, kind = (num_pages, page_size), (self.dtype, self.device)
         return {
-            group.name: [zeros((*shape, group.width), *kind) for _ in range(group.num_layers)]
-            for group in self.groups
+            group.name: [
+                allocate_zeros((*shape, group.width), *kind) for _ in range(group.num_layers)
+            ]
+            for group in self.cache_groups
         }
 
 
@@ -100,10 +102,9 @@ def load_model(
 
     ``check_digest`` gets the digest of the checkpoint, with that of a drafter's own folder, before
     any weight is read; what it raises ends the call. Links in the path are resolved once, so that
-    all files are of one revision.
-    Loading reports its progress to ``on_start`` (core/pace.py): the share of the bytes that have
-    been read, from 0 to 1.
-    Raises ValueError for whatever the user can mend: path, files, dtype, lengths, drafter, ranks.
+    all files are of one revision. Loading reports its progress to ``on_start`` (core/progress.py):
+    the share of the bytes that have been read, from 0 to 1. Raises ValueError for whatever the user
+    can mend: path, files, dtype, lengths, drafter, ranks.
     """
     section, path = config.of_kind(kind), config.model.path.resolve()
     torch.set_num_threads(section.num_threads)
@@ -118,29 +119,29 @@ def load_model(
     tokenizer = tokenizer_digest(path)
     dispatch = create_dispatch(model, section, kind, rank, placement)
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
-    keep_blocks = kernels.reads_blocks and _has_blocks(model)
+    keep_fp8 = kernels.supports_fp8_blocks and _is_block_fp8(model)
     with CheckpointFiles(path) as files:
         digest = files.digest(model)
-        weights = _weights(digest, config.speculation.draft_model_path)
+        weights = _weights_digest(digest, config.speculation.draft_model_path)
         check_digest(weights)
         checkpoint = Checkpoint(
-            files, model, dtype, device, keep_blocks, drafts=kind != PREFILL, ignored_keys=ignored
+            files, model, dtype, device, keep_fp8, may_draft=kind != PREFILL, ignored_keys=ignored
         )
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)
-        has_mtp = num_mtp(files, model) > 0
-        if _weights(files.digest(model), config.speculation.draft_model_path) != weights:
+        has_mtp = num_mtp_layers(files, model) > 0
+        if _weights_digest(files.digest(model), config.speculation.draft_model_path) != weights:
             raise ValueError(
                 f"{path} or speculation.draft_model_path was written to while it was read; wait "
                 "until it is whole, and put another checkpoint into another folder"
             )
-    kept = ", FP8 ones stay FP8" if keep_blocks else ""
+    kept = ", FP8 ones stay FP8" if keep_fp8 else ""
     log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
-    adopt(network, kernels)
-    drafter.adopt(kernels)
+    process_weights_after_loading(network, kernels)
+    drafter.process_weights_after_loading(kernels)
     drafter.check(config.kv.page_size, max_model_len)
     kernels.use_threads(section.num_threads)
-    on_start.get()(LOADING, 1.0)
+    on_startup_progress.get()(LOADING, 1.0)
     return LoadedModel(
         config=model,
         network=network,
@@ -153,33 +154,34 @@ def load_model(
         has_mtp=has_mtp,
         think_ids=think_ids,
         digest=digest,
-        tokenizer=tokenizer,
+        tokenizer_digest=tokenizer,
     )
 
 
-def _weights(digest: str, drafter: Path | None) -> str:
+def _weights_digest(digest: str, drafter: Path | None) -> str:
     """Return one name for all weights that a rank loads."""
     if drafter is None:
         return digest
     return f"{digest} and speculation.draft_model_path {folder_digest(drafter)}"
 
 
-def _dtype(asked: str, model: ModelConfig) -> torch.dtype:
-    if asked == AUTO:
-        asked = "float32" if model.dtype in ("float32", "float64") else "bfloat16"
-    dtype: torch.dtype = getattr(torch, asked)
+def _dtype(configured: str, model: ModelConfig) -> torch.dtype:
+    if configured == AUTO:
+        configured = "float32" if model.dtype in ("float32", "float64") else "bfloat16"
+    dtype: torch.dtype = getattr(torch, configured)
     return dtype
 
 
-def _has_blocks(model: ModelConfig) -> bool:
+def _is_block_fp8(model: ModelConfig) -> bool:
     fp8 = model.quantization
     return fp8 is not None and tuple(fp8.weight_block_size) == (BLOCK, BLOCK)
 
 
-def _max_model_len(asked: int | None, config: ModelConfig) -> int:
+def _max_model_len(configured: int | None, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
-    if asked is not None and not 2 <= asked <= longest:
+    if configured is not None and not 2 <= configured <= longest:
         raise ValueError(
-            f"model.max_model_len: {asked} is out of range, this checkpoint allows 2..{longest}"
+            f"model.max_model_len: {configured} is out of range, this checkpoint allows "
+            f"2..{longest}"
         )
-    return asked or longest
+    return configured or longest

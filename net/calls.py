@@ -6,17 +6,17 @@ import struct
 from dataclasses import dataclass
 from itertools import count
 
-from tandem.core.control import Control, Handler, ask
+from tandem.core.control import Control, Handler, call_rank
 from tandem.core.errors import RankLost
 from tandem.core.membership import PortAddress
 from tandem.core.schema import pack, unpack
-from tandem.core.tasks import Tasks, cancelled, resolve
-from tandem.net.framing import GREETING_S, framed, receive
+from tandem.core.tasks import Tasks, cancel_and_wait, resolve
+from tandem.net.framing import GREETING_S, encode_frame, iter_frames
 from tandem.net.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
 """Of a call or an answer: a seal with features and the generations of a million pages."""
-DOOR = "door"
+CALL_ADDRESS = "call_address"
 """The method by which a rank tells the PortAddress of its CallServer."""
 IDLE_S = 600.0
 """A CallServer ends a connection after so long without a call."""
@@ -31,7 +31,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallReply:
     number: int
     payload: bytes
 
@@ -40,10 +40,10 @@ class CallServer(Listener):
     """Answers with what ``handle`` makes of the calls of whoever has the token."""
 
     def __init__(self, host: str, handle: Handler) -> None:
-        super().__init__(host, _EPOCH.size, self._answer_all)
+        super().__init__(host, _EPOCH.size, self._serve_calls)
         self._handle = handle
 
-    async def _answer_all(
+    async def _serve_calls(
         self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Who has gone waits for no answer: a call is ended with its connection."""
@@ -52,23 +52,23 @@ class CallServer(Listener):
 
         async def answer(call: Call) -> None:
             payload = await self._handle(epoch, call.method, call.payload)
-            writer.write(framed(pack(Answered(call.number, payload))))
+            writer.write(encode_frame(pack(CallReply(call.number, payload))))
 
         try:
             async with asyncio.timeout(IDLE_S) as idle:
-                async for data in receive(reader, MAX_CALL_BYTES):
+                async for data in iter_frames(reader, MAX_CALL_BYTES):
                     tasks.start(answer(unpack(Call, data)))
                     idle.reschedule(now() + IDLE_S)
         finally:
-            await cancelled(*tasks)
+            await cancel_and_wait(*tasks)
 
 
 class CallClient(Control):
     """One life of a rank, reached at the address that ``first`` tells when it is asked for its
     door; the next call after a connection has ended opens another. Owned by one loop."""
 
-    def __init__(self, name: str, epoch: int, first: Control) -> None:
-        self._name, self._epoch, self._first = name, epoch, first
+    def __init__(self, name: str, epoch: int, bootstrap: Control) -> None:
+        self._name, self._epoch, self._bootstrap = name, epoch, bootstrap
         self._writer: asyncio.StreamWriter | None = None
         self._opening = asyncio.Lock()
         self._numbers = count()
@@ -80,13 +80,15 @@ class CallClient(Control):
         raises."""
         async with self._opening:
             if self._reading is None or self._reading.done():
-                address = await ask(self._first, DOOR, None, PortAddress, GREETING_S)
+                address = await call_rank(
+                    self._bootstrap, CALL_ADDRESS, None, PortAddress, GREETING_S
+                )
                 reader, self._writer = await connect(self._name, address, _EPOCH.pack(self._epoch))
                 self._reading = asyncio.create_task(self._read(reader, self._writer))
         number = next(self._numbers)
         waiter = self._waiting[number] = asyncio.get_running_loop().create_future()
         assert self._writer is not None
-        self._writer.write(framed(pack(Call(number, method, payload))))
+        self._writer.write(encode_frame(pack(Call(number, method, payload))))
         try:
             return await waiter
         finally:
@@ -95,13 +97,13 @@ class CallClient(Control):
     async def close(self) -> None:
         """Calls under way fail."""
         if self._reading is not None:
-            await cancelled(self._reading)
+            await cancel_and_wait(self._reading)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         why = "closed"
         try:
-            async for data in receive(reader, MAX_CALL_BYTES):
-                answer = unpack(Answered, data)
+            async for data in iter_frames(reader, MAX_CALL_BYTES):
+                answer = unpack(CallReply, data)
                 if answer.number in self._waiting:
                     resolve(self._waiting[answer.number], answer.payload)
         except (OSError, ValueError) as error:

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 Peer = TypeVar("Peer")
 GREETING_S = 10.0
-MAX_STRANGERS = 256
+MAX_PENDING_HANDSHAKES = 256
 """Maximum of connections that have not greeted yet: another one ends the oldest. It is well above
 ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its connection is ended."""
 ACCEPTS_PER_TURN = 16
@@ -29,12 +29,12 @@ _LENGTH = struct.Struct("!I")
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
-def framed(data: bytes) -> bytes:
+def encode_frame(data: bytes) -> bytes:
     """``data`` as one frame."""
     return _LENGTH.pack(len(data)) + data
 
 
-class Inbox:
+class FrameDecoder:
     """Bytes of a connection as they come, cut into frames of at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Inbox:
         self._bytes = bytearray()
 
     @property
-    def num_wanted(self) -> int:
+    def num_bytes_needed(self) -> int:
         """Bytes that the next frame lacks, or its length; never more than that has to say."""
         return (self._end() or _LENGTH.size) - len(self._bytes)
 
@@ -65,28 +65,29 @@ class Inbox:
         return _LENGTH.size + int(num_bytes)
 
 
-class Strangers(Generic[Peer]):
-    """Who has connected and not greeted yet. At most MAX_STRANGERS, and each for GREETING_S: those
-    beyond are told to ``turn_away``, the oldest first. A greeting is the ``token`` and
-    ``num_bytes`` more. Owned by one thread, which calls ``sweep`` GREETING_S after the last came.
+class PendingHandshakes(Generic[Peer]):
+    """Who has connected and not greeted yet. At most MAX_PENDING_HANDSHAKES, and each for
+    GREETING_S: those beyond are told to ``turn_away``, the oldest first. A greeting is the
+    ``token`` and ``num_bytes`` more. Owned by one thread, which calls ``sweep`` GREETING_S after
+    the last came.
     """
 
-    def __init__(self, num_bytes: int, turn_away: Callable[[Peer], None]) -> None:
+    def __init__(self, num_bytes: int, reject: Callable[[Peer], None]) -> None:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._max_bytes = TOKEN_BYTES + num_bytes
-        self._turn_away = turn_away
-        self._waiting: dict[Peer, tuple[float, Inbox]] = {}
+        self._reject = reject
+        self._waiting: dict[Peer, tuple[float, FrameDecoder]] = {}
         """When each came, and what it has said."""
 
-    def come(self, peer: Peer) -> None:
-        self._waiting[peer] = time.monotonic(), Inbox(self._max_bytes)
+    def add(self, peer: Peer) -> None:
+        self._waiting[peer] = time.monotonic(), FrameDecoder(self._max_bytes)
         self.sweep()
 
-    def num_wanted(self, peer: Peer) -> int:
+    def num_bytes_needed(self, peer: Peer) -> int:
         """Bytes to read of it: none of what follows its greeting."""
-        return self._waiting[peer][1].num_wanted
+        return self._waiting[peer][1].num_bytes_needed
 
-    def hear(self, peer: Peer, data: bytes) -> bytes | None:
+    def feed(self, peer: Peer, data: bytes) -> bytes | None:
         """What follows the token in its greeting, None while that is not whole; it is no stranger
         then. Raises ConnectionError or ValueError if it has none, or another."""
         if not data or peer not in self._waiting:
@@ -108,26 +109,26 @@ class Strangers(Generic[Peer]):
         while self._waiting:
             peer, (came_at, _) = next(iter(self._waiting.items()))
             is_late = time.monotonic() - came_at >= GREETING_S
-            if not is_late and len(self._waiting) <= MAX_STRANGERS:
+            if not is_late and len(self._waiting) <= MAX_PENDING_HANDSHAKES:
                 return
             self.forget(peer)
-            self._turn_away(peer)
+            self._reject(peer)
 
 
-def received(connection: socket.socket, inbox: Inbox) -> Iterator[bytes]:
+def read_frames(connection: socket.socket, decoder: FrameDecoder) -> Iterator[bytes]:
     """Frames that are whole by what comes next; blocks for that. Raises OSError, also if the other
     end has closed, and what Inbox does."""
     data = connection.recv(RECEIVE_BYTES)
     if not data:
         raise ConnectionError("the other end has closed")
-    return inbox.feed(data)
+    return decoder.feed(data)
 
 
-async def receive(reader: StreamReader, max_bytes: int) -> AsyncIterator[bytes]:
+async def iter_frames(reader: StreamReader, max_bytes: int) -> AsyncIterator[bytes]:
     """Frames until the other end closes, also within one. Raises OSError, and what Inbox does."""
-    inbox = Inbox(max_bytes)
+    decoder = FrameDecoder(max_bytes)
     while data := await reader.read(RECEIVE_BYTES):
-        for frame in inbox.feed(data):
+        for frame in decoder.feed(data):
             yield frame
 
 
@@ -138,7 +139,7 @@ def keep_alive(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def shut(connection: socket.socket) -> None:
+def shutdown_socket(connection: socket.socket) -> None:
     """The other end, and whoever reads here, see it at once; who reads here closes it."""
     with suppress(OSError):  # the other end was first
         connection.shutdown(socket.SHUT_RDWR)

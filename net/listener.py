@@ -11,14 +11,14 @@ from tandem.net.framing import (
     ACCEPTS_PER_TURN,
     BACKLOG,
     GREETING_S,
-    Strangers,
-    framed,
+    PendingHandshakes,
+    encode_frame,
     keep_alive,
 )
 
 log = logging.getLogger(__name__)
-NO_BYTES = framed(b"")
-Serving = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+EMPTY_FRAME = encode_frame(b"")
+ServeConnection = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Listener:
@@ -29,11 +29,11 @@ class Listener:
     Owned by one loop.
     """
 
-    def __init__(self, host: str, num_bytes: int, serve: Serving) -> None:
+    def __init__(self, host: str, num_bytes: int, serve: ServeConnection) -> None:
         self._host, self._serve = host, serve
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._strangers = Strangers[asyncio.StreamWriter](
+        self._handshakes = PendingHandshakes[asyncio.StreamWriter](
             num_bytes, lambda one: one.transport.abort()
         )
 
@@ -51,7 +51,7 @@ class Listener:
                     "set it to an address of this machine"
                 ) from error
         port = self._server.sockets[0].getsockname()[1]
-        return PortAddress(self._host, port, self._strangers.token)
+        return PortAddress(self._host, port, self._handshakes.token)
 
     async def stop(self) -> None:
         """Close the port and every connection."""
@@ -65,21 +65,21 @@ class Listener:
         task = asyncio.current_task()
         assert task is not None
         self._connections[task] = writer
-        self._strangers.come(writer)
-        asyncio.get_running_loop().call_later(GREETING_S, self._strangers.sweep)
+        self._handshakes.add(writer)
+        asyncio.get_running_loop().call_later(GREETING_S, self._handshakes.sweep)
         hello = None
         try:
             keep_alive(writer.get_extra_info("socket"))
             while hello is None:
-                data = await reader.read(self._strangers.num_wanted(writer))
-                hello = self._strangers.hear(writer, data)
-            writer.write(NO_BYTES)
+                data = await reader.read(self._handshakes.num_bytes_needed(writer))
+                hello = self._handshakes.feed(writer, data)
+            writer.write(EMPTY_FRAME)
             await self._serve(hello, reader, writer)
         except (OSError, ValueError) as error:
             level = logging.WARNING if hello is None else logging.INFO
             log.log(level, "a connection has ended: %r", error)
         finally:
-            self._strangers.forget(writer)
+            self._handshakes.forget(writer)
             del self._connections[task]
             writer.close()
 
@@ -104,8 +104,8 @@ async def connect(
             reader, writer = await asyncio.open_connection(address.host, address.port)
             try:
                 keep_alive(writer.get_extra_info("socket"))
-                writer.write(framed(address.token + greeting))
-                await reader.readexactly(len(NO_BYTES))
+                writer.write(encode_frame(address.token + greeting))
+                await reader.readexactly(len(EMPTY_FRAME))
             except BaseException:
                 writer.close()
                 raise

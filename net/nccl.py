@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tandem.net.groups import Store
 
-SWITCHED_OFF = (
+DISABLED_FEATURES = (
     # A lost or slow peer is its group's failure, never the end of the process.
     *("ASYNC_ERROR_HANDLING", "DESYNC_DEBUG", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"),
     "PROPAGATE_ERROR",
@@ -22,7 +22,7 @@ SWITCHED_OFF = (
     # Or work.wait() would block, and with the group's timeout.
     "BLOCKING_WAIT",
 )
-SETTINGS = {f"TORCH_NCCL_{name}": "0" for name in SWITCHED_OFF}
+NCCL_SETTINGS = {f"TORCH_NCCL_{name}": "0" for name in DISABLED_FEATURES}
 _SIOCGIFADDR = 0x8915
 log = logging.getLogger(__name__)
 
@@ -38,21 +38,21 @@ def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = N
     return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
 
 
-def prepare(host: str) -> None:
+def configure_nccl(host: str) -> None:
     """Before any group of NCCL in this process, to whose sockets the interface of the address
     ``host`` is bound.
 
     Settings are the process's, for good: torch reads them in a group's constructor, NCCL its own
     once. Set and restored around each constructor, they would race with other threads' groups.
     """
-    os.environ.update(SETTINGS)
+    os.environ.update(NCCL_SETTINGS)
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
     if "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(host)}"
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={find_interface(host)}"
 
 
-def interface_of(host: str) -> str:
+def find_interface(host: str) -> str:
     """The name of the interface of this machine that has the address ``host``.
 
     Raises ValueError where none has.
@@ -72,7 +72,7 @@ def interface_of(host: str) -> str:
 
 def _address(name: str) -> str:
     """The first IPv4 address of an interface, "" if it has none."""
-    asked = struct.pack("256s", name.encode()[:15])
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        return socket.inet_ntoa(fcntl.ioctl(asker.fileno(), _SIOCGIFADDR, asked)[20:24])
+    packed_name = struct.pack("256s", name.encode()[:15])
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed_name)[20:24])
     return ""

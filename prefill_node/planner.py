@@ -7,5 +7,5 @@ plan's key is how many rows the forward has where all ranks need as many, paddin
 from collections.abc import Sequence
 
 
-def fullest(num_tokens: Sequence[int]) -> int | None:
+def max_num_tokens(num_tokens: Sequence[int]) -> int | None:
     return max(num_tokens) or None

@@ -21,7 +21,7 @@ class Prefill:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefillReply:
     """The first token, how long the prompt waited and was computed, and how many of its tokens
     an earlier prompt had computed already."""
 

@@ -30,7 +30,7 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def take(self, token_ids: Sequence[int]) -> list[int]:
+    def acquire(self, token_ids: Sequence[int]) -> list[int]:
         """Pages of the longest known beginning, with a reference each for the caller.
 
         At least the last token is left to compute: its hidden state is not kept, so the key of a
@@ -42,27 +42,27 @@ class PrefixCache:
         self._touch(known)
         return pages
 
-    def publish(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Keep the full pages of a computed sequence; ``token_ids`` ends with the token that
         follows what was computed. A beginning known already keeps its first page."""
         keys = list(self.keys(token_ids))
         for key, page in zip(keys, pages, strict=False):
             if key not in self._pages:
-                self._pool.keep(page)
+                self._pool.add_cache_ref(page)
                 self._pages[key] = page
         self._touch(keys)
 
-    def forget(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
+    def evict(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Give up the pages of a sequence that are known: what they hold is not to be trusted."""
         for key, page in zip(self.keys(token_ids), pages, strict=False):
             if self._pages.get(key) == page:
-                self._pool.unkeep(self._pages.pop(key))
+                self._pool.drop_cache_ref(self._pages.pop(key))
 
     def _reclaim(self, num_pages: int) -> None:
         """Give back up to ``num_pages`` pages, least recently used first."""
         idle = (key for key, page in self._pages.items() if self._pool.refcount(page) == 1)
         for key in list(islice(idle, num_pages)):
-            self._pool.unkeep(self._pages.pop(key))
+            self._pool.drop_cache_ref(self._pages.pop(key))
 
     def keys(self, token_ids: Sequence[int]) -> Iterator[PageKey]:
         """Of the full pages whose next ``lag`` tokens are in ``token_ids``, first page first."""

@@ -10,17 +10,17 @@ import time
 import torch
 from torch import Tensor
 
-from tandem.core.beat import Beat, Held
 from tandem.core.control import Methods, Service
 from tandem.core.errors import HandoverError, RankDied, TandemError
+from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.identity import Identity
 from tandem.core.tasks import resolve
 from tandem.kv_transfer.messages import Seal
 from tandem.kv_transfer.source import Source
-from tandem.net.calls import DOOR, CallServer
+from tandem.net.calls import CALL_ADDRESS, CallServer
 from tandem.prefill_node.engine import PrefillEngine, Progress
 from tandem.prefill_node.page_source import PageSource
-from tandem.prefill_node.prefill_calls import Prefill, Prefilled
+from tandem.prefill_node.prefill_calls import Prefill, PrefillReply
 from tandem.runtime.computed_rows import ComputedRows
 from tandem.runtime.parts import RankParts
 
@@ -34,7 +34,7 @@ class PrefillRank:
     def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
         self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
         self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
-        self.source = Source(parts.side())
+        self.source = Source(parts.transfer_endpoint())
         self.info = parts.info()
         self._handover_hidden = parts.config.speculation.handover_hidden
         self._counters, self._kernels = parts.counters, parts.loaded.kernels.name
@@ -43,19 +43,21 @@ class PrefillRank:
         self._asyncio = asyncio.get_running_loop()
         parts.loop.on_failure(self._on_engine_failure)
         parts.loop.add(self.engine)
-        own: Methods = {
+        methods: Methods = {
             "prefill": (Prefill, self._prefill),
             "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
-            "beat": (None, self._beat),
+            "heartbeat": (None, self._heartbeat),
             "ping": (None, lambda _: self.loop.call(lambda: None)),
-            DOOR: (None, lambda _: self._server.listen()),
+            CALL_ADDRESS: (None, lambda _: self._server.listen()),
         }
-        service = Service(parts.spec.life, parts.spec.epoch, {**self.source.methods, **own})
+        service = Service(
+            parts.spec.epoch_name, parts.spec.epoch, {**self.source.methods, **methods}
+        )
         self.handle = service.handle
         self._server = CallServer(parts.spec.host, self.handle)
 
     @property
-    def num_held(self) -> int:
+    def num_sequences(self) -> int:
         return len(self.engine.scheduler.sequences)
 
     async def listen(self) -> None:
@@ -71,47 +73,47 @@ class PrefillRank:
         """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
         sequence, seal = progress.sequence, None
         if progress.first_token is not None:
-            seal = Seal(progress.first_token, *self._packed(progress.features_F))
-        self.source.advance(sequence.identity, sequence.pages, sequence.num_done, seal)
+            seal = Seal(progress.first_token, *self._pack_features(progress.features_F))
+        self.source.advance(sequence.identity, sequence.pages, sequence.num_computed, seal)
         if seal is not None:
-            self._settle(sequence.identity, progress)
+            self._answer(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
         """The hand-over needs the pages no more. Engine thread."""
         self.engine.scheduler.drop(identity)
         text = f"{identity} was released before its prefill was done"
-        self._settle(identity, HandoverError(text))
+        self._answer(identity, HandoverError(text))
 
     def _on_failed(self, identity: Identity, error: TandemError) -> None:
         """Its caller learns that first, then the decode rank. Engine thread."""
-        self._settle(identity, error)
+        self._answer(identity, error)
         self.source.fail(identity, str(error))
 
     def _on_engine_failure(self, error: BaseException) -> None:
         """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
         text = f"the engine stopped: {error!r}"
         for identity in list(self._callers):
-            self._settle(identity, RankDied(text))
+            self._answer(identity, RankDied(text))
             self.source.fail(identity, text)
 
-    def _settle(self, identity: Identity, result: Progress | TandemError) -> None:
+    def _answer(self, identity: Identity, result: Progress | TandemError) -> None:
         """Tell its caller, if there still is one. Engine thread."""
         answer = self._callers.pop(identity, None)
         if answer is not None:
             self._asyncio.call_soon_threadsafe(resolve, answer, result)
 
-    async def _prefill(self, asked: Prefill) -> Prefilled:
+    async def _prefill(self, prefill: Prefill) -> PrefillReply:
         answer: asyncio.Future[Progress] = self._asyncio.create_future()
         submitted_at = time.monotonic()
         try:
-            await self.loop.call(lambda: self._submit(asked, answer))
+            await self.loop.call(lambda: self._submit(prefill, answer))
             done = await answer
         except (asyncio.CancelledError, ValueError) as error:
-            self.source.fail(asked.identity, f"its caller has gone or was refused: {error}")
+            self.source.fail(prefill.identity, f"its caller has gone or was refused: {error}")
             raise
         assert done.first_token is not None
         started_at = done.sequence.started_at
-        return Prefilled(
+        return PrefillReply(
             done.first_token,
             done.sequence.num_cached,
             queue_ms=(started_at - submitted_at) * 1e3,
@@ -119,28 +121,30 @@ class PrefillRank:
             logprobs=done.logprobs,
         )
 
-    def _submit(self, asked: Prefill, answer: "asyncio.Future[Progress]") -> None:
-        identity = asked.identity
-        self.engine.scheduler.admit(identity, asked.request, asked.is_suspect)
+    def _submit(self, prefill: Prefill, answer: "asyncio.Future[Progress]") -> None:
+        identity = prefill.identity
+        self.engine.scheduler.admit(identity, prefill.request, prefill.is_suspect)
         self._callers[identity] = answer
         self.source.open(identity, lambda: self._on_release(identity))
 
-    def _packed(self, features_F: Tensor | None) -> tuple[bytes | None, str]:
+    def _pack_features(self, features_F: Tensor | None) -> tuple[bytes | None, str]:
         if features_F is None or not self._handover_hidden:
             return None, ""
         raw = features_F.cpu().contiguous().view(torch.uint8).numpy().tobytes()
         return raw, str(features_F.dtype).removeprefix("torch.")
 
-    def _beat(self, _: None) -> Beat:
+    def _heartbeat(self, _: None) -> Heartbeat:
         """Read without waiting for the engine: how far that is, is what it tells."""
         if self.loop.failure is not None:
             raise RankDied(f"the engine stopped: {self.loop.failure!r}")
         num_left = self.engine.scheduler.num_tokens_left
-        return Beat(self.loop.watch.pace(), self._held(), num_tokens_left=num_left)
+        return Heartbeat(
+            self.loop.stall_detector.measure_progress(), self._load(), num_tokens_left=num_left
+        )
 
-    def _held(self) -> Held:
+    def _load(self) -> RankLoad:
         scheduler, counts = self.engine.scheduler, self.source.counts()
-        return Held(
+        return RankLoad(
             num_active_rows=scheduler.num_waiting + scheduler.num_queued,
             num_free_tokens=self.pool.num_free_tokens,
             num_open_leases=counts["leases"],

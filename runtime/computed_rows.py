@@ -31,6 +31,6 @@ class ComputedRows:
 
     def _read(self) -> None:
         try:
-            self._latest = tuple(self._dispatch.computed())
+            self._latest = tuple(self._dispatch.num_computed_rows())
         finally:
             self._next_at = time.monotonic() + ROWS_S

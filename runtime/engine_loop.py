@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from tandem.core.config import ControlConfig
-from tandem.core.errors import CannotCapture, EpochEnded, RankLost
-from tandem.core.tasks import fulfil
-from tandem.runtime.black_box import BlackBox
-from tandem.runtime.watch import Watch
+from tandem.core.errors import CaptureError, EpochEnded, RankLost
+from tandem.core.tasks import resolve_by_calling
+from tandem.runtime.crash_journal import CrashJournal
+from tandem.runtime.stall_detector import StallDetector
 
 MAX_FAILED_STEPS = 4
 """In a row: after one more it is the engine that is broken, not what it was given."""
@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-class Stepper(Protocol):
+class SteppableEngine(Protocol):
     """An engine as its loop sees it."""
 
     def has_work(self) -> bool: ...
@@ -52,15 +52,15 @@ class EngineLoop:
     def __init__(
         self,
         name: str,
-        box: BlackBox | None = None,
+        crash_journal: CrashJournal | None = None,
         stuck_s: float = ControlConfig().stall_timeout_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.watch = Watch(stuck_s, clock)
-        self.box = box or BlackBox()
+        self.stall_detector = StallDetector(stuck_s, clock)
+        self.crash_journal = crash_journal or CrashJournal()
         self._num_failed = 0
         self.failure: BaseException | None = None
-        self._engines: list[Stepper] = []
+        self._engines: list[SteppableEngine] = []
         self._on_failure: list[Callable[[BaseException], None]] = []
         self._on_end: list[Callable[[], None]] = []
         self._posts: deque[tuple[Callable[[], object], Future]] = deque()
@@ -68,7 +68,7 @@ class EngineLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def add(self, engine: Stepper) -> None:
+    def add(self, engine: SteppableEngine) -> None:
         self._engines.append(engine)
 
     def on_failure(self, callback: Callable[[BaseException], None]) -> None:
@@ -123,15 +123,15 @@ class EngineLoop:
         return await asyncio.wrap_future(self.post(function))
 
     def _run(self) -> None:
-        self.watch.follow()
+        self.stall_detector.attach_to_thread()
         try:
             while self._wait():
-                self.watch.begin()
-                self._drain()
+                self.stall_detector.start_turn()
+                self._run_posts()
                 for engine in self._engines:
                     if engine.has_work():
                         self._step(engine)
-                self.watch.end()
+                self.stall_detector.end_turn()
         except BaseException as error:
             if isinstance(error, EpochEnded) and error.__cause__ is None:
                 log.warning("the engine has stopped: %s", error)
@@ -146,7 +146,7 @@ class EngineLoop:
                 self._end(self._engines.pop().close)
             for end in self._on_end:
                 self._end(end)
-            self._drain()
+            self._run_posts()
 
     def _end(self, end: Callable[[], None]) -> None:
         """What fails here keeps nobody else from letting go."""
@@ -155,7 +155,7 @@ class EngineLoop:
         except Exception:
             log.exception("something has not ended in order")
 
-    def _step(self, engine: Stepper) -> None:
+    def _step(self, engine: SteppableEngine) -> None:
         try:
             engine.step()
             self._num_failed = 0
@@ -172,15 +172,15 @@ class EngineLoop:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
             if self.failure is not None:
-                self.box.close()  # whoever is in a step is not to blame
+                self.crash_journal.close()  # whoever is in a step is not to blame
                 raise self.failure
             return not self._stopping
 
-    def _drain(self) -> None:
+    def _run_posts(self) -> None:
         while self._posts:
             function, future = self._posts.popleft()
             if future.set_running_or_notify_cancel():
-                fulfil(future, function)
+                resolve_by_calling(future, function)
 
 
 def is_fatal(error: Exception) -> bool:
@@ -192,4 +192,4 @@ def is_fatal(error: Exception) -> bool:
 def is_device_lost(error: Exception) -> bool:
     """Whether it answers nothing any more. A program that cannot be captured is not that, though
     torch's own text of it begins as if it were."""
-    return "CUDA error" in str(error) and not isinstance(error, CannotCapture)
+    return "CUDA error" in str(error) and not isinstance(error, CaptureError)

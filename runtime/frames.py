@@ -14,10 +14,10 @@ from typing import Protocol
 
 from tandem.core.errors import RankDied
 from tandem.core.membership import PortAddress
-from tandem.core.schema import Failure, encode_failure, error_of, unpack
+from tandem.core.schema import Failure, encode_failure, to_error, unpack
 from tandem.net import listener
-from tandem.net.framing import framed, receive
-from tandem.net.listener import NO_BYTES, Listener
+from tandem.net.framing import encode_frame, iter_frames
+from tandem.net.listener import EMPTY_FRAME, Listener
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Publisher(Protocol):
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
         """Call ``reader`` with every frame of ``session`` from now on; returns what ends that."""
 
-    def beat(self, session: int) -> None:
+    def on_heartbeat(self, session: int) -> None:
         """A heartbeat of ``session`` has come."""
 
 
@@ -56,18 +56,18 @@ class FrameServer(Listener):
         def send(frame: Frame) -> None:
             if isinstance(frame, BaseException):
                 text = f"the decode engine stopped: {frame!r}"
-                writer.write(NO_BYTES + framed(encode_failure(RankDied(text))))
+                writer.write(EMPTY_FRAME + encode_frame(encode_failure(RankDied(text))))
                 writer.close()
             elif writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
                 log.error("a reader of frames is %d bytes behind: cut off", MAX_UNREAD_BYTES)
                 writer.transport.abort()
             else:
-                writer.write(framed(frame))
+                writer.write(encode_frame(frame))
 
         unsubscribe = self._publisher.subscribe(session, send)
         try:
-            async for _ in receive(reader, 0):
-                self._publisher.beat(session)
+            async for _ in iter_frames(reader, 0):
+                self._publisher.on_heartbeat(session)
         finally:
             unsubscribe()
 
@@ -80,9 +80,9 @@ class FrameStream:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Send a heartbeat; its answer comes among the frames."""
-        self.writer.write(NO_BYTES)
+        self.writer.write(EMPTY_FRAME)
 
     def close(self) -> None:
         self.writer.close()
@@ -91,10 +91,10 @@ class FrameStream:
         """Packed TokenFrames. Raises RankDied when the engine or, by its silence, the node has
         ended, and closes the connection then."""
         try:
-            frames = receive(self.reader, MAX_UNREAD_BYTES)
+            frames = iter_frames(self.reader, MAX_UNREAD_BYTES)
             async for frame in frames:
                 if not frame:
-                    raise error_of(unpack(Failure, await anext(frames)))
+                    raise to_error(unpack(Failure, await anext(frames)))
                 yield frame
             raise ConnectionError("closed")
         except (OSError, ValueError, StopAsyncIteration) as error:

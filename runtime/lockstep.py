@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from tandem.model.network.dispatch.base import Peers
+from tandem.model.network.dispatch.base import CollectiveGroup
 
 Proposal = TypeVar("Proposal")
-Asked = TypeVar("Asked", contravariant=True)
+ProposalIn = TypeVar("ProposalIn", contravariant=True)
 Key = TypeVar("Key")
 Decide = Callable[[Sequence[Proposal]], Key | None]
 """The step that suits all ranks' proposals, in the order of ranks; None if none has work. The
@@ -26,20 +26,20 @@ class Plan(Generic[Key]):
     key: Key | None
 
 
-class Planner(Protocol[Asked, Key]):
-    """``is_asked``: other ranks want a step, so this one has to propose, work or no work."""
+class Planner(Protocol[ProposalIn, Key]):
+    """``is_poll``: other ranks want a step, so this one has to propose, work or no work."""
 
     @property
-    def is_asked(self) -> bool: ...
+    def is_step_requested(self) -> bool: ...
 
-    def plan(self, proposal: Asked) -> Plan[Key]:
+    def plan(self, proposal: ProposalIn) -> Plan[Key]:
         """The gang's next step, for a rank that proposes this; waits for the other ranks. Raises
         EpochEnded when there is no next one."""
 
-    def program(self) -> AbstractContextManager[None]:
+    def collective_section(self) -> AbstractContextManager[None]:
         """Around the part of a step that all ranks compute together."""
 
-    def reading(self) -> AbstractContextManager[None]:
+    def waiting_for_device(self) -> AbstractContextManager[None]:
         """Around the host's waits for what ranks compute together. It takes no longer than other
         ranks are waited for, and raises EpochEnded if its collectives were aborted meanwhile."""
 
@@ -47,7 +47,7 @@ class Planner(Protocol[Asked, Key]):
 class LocalPlanner(Generic[Proposal, Key]):
     """Of a gang of one rank: what all propose is what this one does."""
 
-    is_asked = False
+    is_step_requested = False
 
     def __init__(self, decide: Decide[Proposal, Key]) -> None:
         self._decide = decide
@@ -57,27 +57,27 @@ class LocalPlanner(Generic[Proposal, Key]):
         self._step += 1
         return Plan(self._step, self._decide((proposal,)))
 
-    def program(self) -> AbstractContextManager[None]:
+    def collective_section(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reading(self) -> AbstractContextManager[None]:
+    def waiting_for_device(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class Lockstep:
     """One rank's place in one life of its gang. Here it is alone and ``collectives`` are None; that
-    of a rank among others is runtime/gang/member.py."""
+    of a rank among others is runtime/gang/gang_lockstep.py."""
 
-    collectives: Peers | None = None
+    collectives: CollectiveGroup | None = None
 
     def planner(
         self,
         decide: Decide[Proposal, Key],
         schema: tuple[type[Proposal], type[Key]],
-        on_asked: Callable[[], None],
+        on_step_requested: Callable[[], None],
     ) -> Planner[Proposal, Key]:
         """Called once, before the engine's first step. ``schema`` are the classes of proposals and
-        keys; ``on_asked`` is called on any thread when ``is_asked`` has become true."""
+        keys; ``on_step_requested`` is called on any thread when ``is_poll`` has become true."""
         return LocalPlanner(decide)
 
     def close(self) -> None:

@@ -9,22 +9,22 @@ from importlib import import_module
 from typing import Any
 
 from tandem.core.config import TandemConfig
+from tandem.core.draft_shapes import DraftShapes
 from tandem.core.info import PREFILL, ModelInfo
-from tandem.core.levels import Levels
-from tandem.core.membership import Meeting, RankInfo, RankSpec
+from tandem.core.membership import RankInfo, RankSpec, Rendezvous
 from tandem.core.placement import Placement
-from tandem.core.tasks import in_thread
+from tandem.core.tasks import run_in_thread
 from tandem.kv_transfer import caches as transfer
 from tandem.kv_transfer.budget import default_num_pages
-from tandem.kv_transfer.channel import channel_maker
+from tandem.kv_transfer.channel import channel_factory_from_config
+from tandem.kv_transfer.endpoint import TransferEndpoint
 from tandem.kv_transfer.pages import PagePool
-from tandem.kv_transfer.side import Side
 from tandem.model.loaded import LoadedModel, load_model
 from tandem.model.network.cache import Caches
-from tandem.runtime.black_box import BlackBox
+from tandem.runtime.crash_journal import CrashJournal
 from tandem.runtime.engine_loop import EngineLoop
-from tandem.runtime.gang.hub import Hub
-from tandem.runtime.gang.member import Member
+from tandem.runtime.gang.gang_lockstep import GangLockstep
+from tandem.runtime.gang.planner_server import PlannerServer
 from tandem.runtime.lockstep import Lockstep
 
 
@@ -44,30 +44,32 @@ class RankParts:
     counters: Counter[str] = field(default_factory=Counter)
 
     @property
-    def levels(self) -> Levels:
+    def draft_shapes(self) -> DraftShapes:
         """How much its steps can draft."""
-        return self.loaded.drafter.levels(self.config.speculation.max_depth)
+        return self.loaded.drafter.draft_shapes(self.config.speculation.max_depth)
 
     def transfer_caches(self) -> transfer.PagedCaches:
         """The same memory as the hand-over sees it."""
         loaded, asked = self.loaded, self.config.speculation
-        num_features = loaded.drafter.num_shipped if asked.handover_hidden else 0
+        num_features = loaded.drafter.num_handover_features if asked.handover_hidden else 0
         what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
-    def side(self) -> Side:
+    def transfer_endpoint(self) -> TransferEndpoint:
         """An end of hand-overs of this memory, on the rank's own address."""
-        maker = channel_maker(self.config, self.spec.kind, self.spec.host)
-        return Side(self.transfer_caches(), self.loop, maker, self.config.kv_transfer)
+        channel_factory = channel_factory_from_config(self.config, self.spec.kind, self.spec.host)
+        return TransferEndpoint(
+            self.transfer_caches(), self.loop, channel_factory, self.config.kv_transfer
+        )
 
     def info(self) -> RankInfo:
         """What this rank tells the cluster about itself."""
         config, loaded = self.config, self.loaded
-        form = "" if self.spec.kind == PREFILL else f", {loaded.form}"
+        form = "" if self.spec.kind == PREFILL else f", {loaded.exec_mode}"
         return RankInfo(
             spec=self.spec,
-            caches=self.transfer_caches().layout.facts(),
+            caches=self.transfer_caches().layout.compatibility_facts(),
             drafter=loaded.drafter.name,
             model=ModelInfo(
                 name=config.model.path.name,
@@ -75,23 +77,23 @@ class RankParts:
                 max_model_len=loaded.max_model_len,
                 vocab_size=loaded.config.vocab_size,
                 eos_token_ids=loaded.config.eos_token_ids,
-                num_draft_tokens=self.levels[-1].depth,
+                num_draft_tokens=self.draft_shapes[-1].depth,
                 has_mtp=loaded.has_mtp,
                 dtype=loaded.dtype_name,
                 think_token_ids=loaded.think_ids or (),
-                has_trees=not self.levels[-1].is_chain,
+                has_trees=not self.draft_shapes[-1].is_chain,
                 digest=loaded.digest,
             ),
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_num_seqs,
-            why_plain=loaded.kernels.why_plain,
-            tokenizer=loaded.tokenizer,
+            why_plain=loaded.kernels.fallback_reason,
+            tokenizer=loaded.tokenizer_digest,
             kernels=f"{loaded.kernels.name}{form}",
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class ResidentModel:
     """What a rank keeps from one life of its gang to the next: its weights and its caches."""
 
     config: TandemConfig
@@ -100,49 +102,57 @@ class Memory:
     caches: Caches
 
 
-def load_memory(
+def load_resident_model(
     spec: RankSpec,
     config: TandemConfig,
     placement: Placement | None = None,
     check_digest: Callable[[str], None] = lambda digest: None,
-) -> Memory:
+) -> ResidentModel:
     """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
     the user's mistakes, and what ``check_digest`` raises (see ``load_model``)."""
     loaded = load_model(config, spec.kind, spec.rank, placement, check_digest)
     page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
     num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
-    return Memory(config, loaded, num_pages, loaded.allocate(num_pages, config.kv.page_size))
+    return ResidentModel(
+        config, loaded, num_pages, loaded.allocate_caches(num_pages, config.kv.page_size)
+    )
 
 
 async def start_rank(
     builder: str,
     spec: RankSpec,
-    memory: Memory,
-    meeting: Meeting | None = None,
-    hub: Hub | None = None,
-    box_path: str = "",
-    **links: Any,
+    resident_model: ResidentModel,
+    rendezvous: Rendezvous | None = None,
+    planner_server: PlannerServer | None = None,
+    crash_journal_path: str = "",
+    **build_options: Any,
 ) -> Any:
     """Begin a life: join the gang at its ``meeting``, if it has one, and start what
     ``build(parts, **links)`` of the module ``builder`` makes of the parts; its steps are noted at
-    ``box_path``. ``hub`` is rank 0's, which whoever gave it closes if this fails.
+    ``crash_journal_path``. ``hub`` is rank 0's, which whoever gave it closes if this fails.
 
     Raises ValueError for the user's mistakes, EpochEnded if the gang does not come together.
     """
     module = await asyncio.to_thread(import_module, builder)
-    config, loaded = memory.config, memory.loaded
-    pool = PagePool(memory.num_pages, config.kv.page_size)
-    box, compile_s = BlackBox(box_path), loaded.kernels.compile_s
+    config, loaded = resident_model.config, resident_model.loaded
+    pool = PagePool(resident_model.num_pages, config.kv.page_size)
+    crash_journal, compile_s = CrashJournal(crash_journal_path), loaded.kernels.compile_s
     # Who compiles kernels is not stuck.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
-    loop = EngineLoop(f"engine-{spec.seat}", box, config.control.stall_timeout_s, clock)
+    loop = EngineLoop(
+        f"engine-{spec.rank_name}", crash_journal, config.control.stall_timeout_s, clock
+    )
     lockstep = Lockstep()
-    if meeting is not None:
-        lockstep = await in_thread(lambda: Member(spec, meeting, hub, loaded.device, loop.watch))
+    if rendezvous is not None:
+        lockstep = await run_in_thread(
+            lambda: GangLockstep(
+                spec, rendezvous, planner_server, loaded.device, loop.stall_detector
+            )
+        )
     try:
-        loaded.dispatch.join(lockstep.collectives)
-        parts = RankParts(spec, config, loaded, pool, memory.caches, loop, lockstep)
-        rank = await module.build(parts, **links)
+        loaded.dispatch.set_group(lockstep.collectives)
+        parts = RankParts(spec, config, loaded, pool, resident_model.caches, loop, lockstep)
+        rank = await module.build(parts, **build_options)
     except BaseException:
         lockstep.close()
         raise

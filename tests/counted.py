@@ -92,9 +92,9 @@ def step_of(
         bench.start(asked(kind, f"r{i}", [7 + k % 90 for k in range(length)]))
     bench.decode.step()
     programs = bench.decode.programs
-    [(key, play)] = programs.kept.values()
+    [(key, play)] = programs.functions.values()
     assert isinstance(play, Recorded)
-    read_B, write_B = bench.decode._launcher.rows.index(list(range(num_rows)), num_rows)
+    read_B, write_B = bench.decode._launcher.rows.row_indices(list(range(num_rows)), num_rows)
     with counted() as counts:
         programs._compute(key, None, read_B, write_B)
     return counts, play

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.core.levels import Level, Levels, chains
-from tandem.model.drafters.base import Drafts, View
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
+from tandem.model.drafters.base import DraftContext, Drafts
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.drafters.none import NoDrafter
 from tandem.model.network.cache import Caches
@@ -15,7 +15,7 @@ from tandem.model.network.cache import Caches
 class FedMtp(MtpDrafter):
     """MTP, called between programs."""
 
-    is_fed = True
+    runs_on_host = True
 
 
 class Again(NoDrafter):
@@ -23,31 +23,38 @@ class Again(NoDrafter):
 
     name = "again"
 
-    def levels(self, most_depth: int) -> Levels:
-        return chains(most_depth)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        return chain_shapes(max_depth)
 
     @classmethod
     def load(cls, *given: object) -> "Again":
         return cls()
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        return Drafts(view.last_B1.expand(-1, level.depth).contiguous())
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        return Drafts(context.last_B1.expand(-1, draft_shape.depth).contiguous())
 
 
 class Failing(Again):
     """Python, which raises in its seventh call with a real row."""
 
-    name, is_fed = "failing", True
+    name, runs_on_host = "failing", True
 
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def draft(self, own: None, view: View, *rest: Any) -> Drafts:
-        self.num_calls += bool(view.real_B.any())
+    def draft(self, state: None, context: DraftContext, *rest: Any) -> Drafts:
+        self.num_calls += bool(context.real_B.any())
         if self.num_calls == 7:
             self.num_calls += 1
             raise RuntimeError("no idea")
-        drafts = super().draft(own, view, *rest)
+        drafts = super().draft(state, context, *rest)
         return Drafts(drafts.tokens_BN, _half(drafts.tokens_BN))
 
 

@@ -58,7 +58,7 @@ asyncio.run(main())
 ROOMS = """
 import asyncio, sys
 import ray
-from tandem.cluster.control.machines import RayMachines, remove_groups
+from tandem.cluster.control.machines import RayMachines, remove_placement_groups
 from tandem.cluster.control.ray_session import ray_session
 from tandem.core.membership import RankSpec
 
@@ -74,12 +74,12 @@ async def main():
         kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
         kept = [*kept, RankSpec("other-10", "decode", 7)]
         for number in (0, 1, 10):
-            remove_groups(kept, f"other-{number}")
+            remove_placement_groups(kept, f"other-{number}")
         print(*rooms())
         await RayMachines().clear("other-1")
         print(*rooms())
         for number in (0, 1, 10):
-            remove_groups((), f"other-{number}")
+            remove_placement_groups((), f"other-{number}")
         print(*rooms())
 
 asyncio.run(main())

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from tandem.kv_transfer.base import Channel, Direction, Wire
-from tandem.kv_transfer.channel import ChannelMaker
+from tandem.kv_transfer.base import Channel, Direction, Transport
+from tandem.kv_transfer.channel import ChannelFactory
 from tandem.kv_transfer.gloo import GlooBackend
 from tandem.net.groups import store_client
 
@@ -54,14 +54,14 @@ class FaultyBackend(GlooBackend):
         super().__init__(host, timeout_s)
         self.fault = Fault()
 
-    def join(self, store: dist.Store, rank: int) -> Wire:
+    def join(self, store: dist.Store, rank: int) -> Transport:
         self.fault.meet("join")
         return FaultyWire(super().join(store, rank), self.fault)
 
 
 class FaultyWire:
-    def __init__(self, wire: Wire, fault: Fault) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport, fault: Fault) -> None:
+        self._transport = transport
         self._fault = fault
         self._aborted = threading.Event()
         self._num_posted = 0
@@ -72,7 +72,7 @@ class FaultyWire:
             self._fault.meet(direction)
         if self._is_stuck():
             return None
-        return self._wire.post(direction, tensor, transfer_id)
+        return self._transport.post(direction, tensor, transfer_id)
 
     def _is_stuck(self) -> bool:
         """What is behind a transfer that does not end never begins."""
@@ -90,34 +90,34 @@ class FaultyWire:
                 self._aborted.wait()
             if fault.call in ("abort", "destroy"):
                 raise RuntimeError("the peer is gone")
-        self._wire.wait(posted, timeout_s)
+        self._transport.wait(posted, timeout_s)
 
     def abort(self) -> None:
         self._aborted.set()
         self._fault.meet("abort")
-        self._wire.abort()
+        self._transport.abort()
 
     def destroy(self) -> None:
         try:
             self._fault.meet("destroy")
         finally:
-            self._wire.destroy()
+            self._transport.destroy()
 
 
 def watched(channel: Channel) -> list[Any]:
     """What the channel has begun to wait for, from now on."""
     begun: list[Any] = []
-    wait = channel._wire.wait
+    wait = channel._transport.wait
 
     def told(posted: Any, timeout_s: float) -> None:
         begun.append(posted)
         wait(posted, timeout_s)
 
-    channel._wire.wait = told  # type: ignore[method-assign]
+    channel._transport.wait = told  # type: ignore[method-assign]
     return begun
 
 
-class FaultyChannels(ChannelMaker):
+class FaultyChannels(ChannelFactory):
     """``fault`` can be exchanged at any time; also the store's client can fail or hang."""
 
     def __init__(self, host: str, timeout_s: float) -> None:

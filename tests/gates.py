@@ -94,7 +94,7 @@ class Wire:
 
     async def call(self, method: str, payload: bytes) -> bytes:
         self.told[method] += 1
-        data = await self._tasks.detached(self._control.call(method, payload))
+        data = await self._tasks.run_detached(self._control.call(method, payload))
         name, fields = msgpack.unpackb(data)
         if name == "Failure":
             self.refused.append((method, fields["kind"]))
@@ -109,8 +109,8 @@ async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
     [decode_handle] = cluster.gateway.fleet.of_kind("decode")
     wires = Wire(prefill_handle.control), Wire(decode_handle.control)
     prefill_handle.control, decode_handle.control = wires
-    find_owner = decode._find_owner
-    decode._find_owner = lambda name, epoch: Wire(find_owner(name, epoch))
+    find_control = decode._find_control
+    decode._find_control = lambda name, epoch: Wire(find_control(name, epoch))
     gates = Gate(prefill), Gate(decode)
     try:
         yield *gates, *wires

@@ -18,26 +18,26 @@ from unittest.mock import patch
 
 from benchmarks.harness import engines
 from benchmarks.harness.engines import Bench, greedy
-from tandem.core.forms import CAPTURED
-from tandem.core.levels import chains
+from tandem.core.draft_shapes import chain_shapes
+from tandem.core.execution import CAPTURED
 from tandem.core.request import ACCEPTANCES, REJECTION, RELAXED, Request, Speculation
-from tandem.decode_node.planning.forms import usual_keys
-from tandem.decode_node.planning.lengths import adaptive as by_load_length
-from tandem.decode_node.planning.rungs import Rungs
+from tandem.decode_node.planning.acceptance_stats import DepthTransitions
+from tandem.decode_node.planning.draft_length import adaptive as choose_adaptive_shape
+from tandem.decode_node.planning.program_table import common_step_keys
 from tandem.decode_node.planning.step_plan import (
-    MAKE,
-    PLAIN,
-    SAMPLED,
-    Extras,
+    CAPTURE,
+    GREEDY_TRAITS,
+    SAMPLED_TRAITS,
     Proposal,
-    Report,
+    SamplingTraits,
     StepKey,
     StepPlan,
-    report_of,
+    StepReport,
+    step_report,
 )
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.decode_node.program import launcher
-from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.drafters.mtp_rows import MtpCatchUp
 from tandem.model.loaded import LoadedModel
 from tandem.runtime.lockstep import LocalPlanner, Plan
 from tests.small import write_small
@@ -108,21 +108,21 @@ def counted(logprobs: tuple) -> str:
 def keyed(plan: StepPlan | None) -> str:
     if plan is None:
         return "-"
-    key, extras = plan.key, plan.key.extras
-    asked = ["greedy" if extras.all_greedy else "sampled", *(["rules"] * extras.has_rules)]
-    is_all = extras.kinds == tuple(sorted(ACCEPTANCES))
-    asked += ["all kinds"] if is_all else [kind for kind in extras.kinds if kind != "strict"]
-    size = f"{key.num_rows} rows {key.level} drafts, {key.catch_up} to catch up"
-    return f"{plan.use} {size} {' '.join(asked)}"
+    key, traits = plan.key, plan.key.traits
+    asked = ["greedy" if traits.all_greedy else "sampled", *(["rules"] * traits.has_logit_rules)]
+    is_all = traits.rule_names == tuple(sorted(ACCEPTANCES))
+    asked += ["all kinds"] if is_all else [kind for kind in traits.rule_names if kind != "strict"]
+    size = f"{key.num_rows} rows {key.shape_index} drafts, {key.catch_up} to catch up"
+    return f"{plan.purpose} {size} {' '.join(asked)}"
 
 
 def cost_s(key: StepKey) -> float:
     """A step of the first two drafts costs little, of more or of many rows much."""
-    num_tokens = key.num_rows * (key.level + 1)
+    num_tokens = key.num_rows * (key.shape_index + 1)
     return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.catch_up)
 
 
-def scripted(report: Callable[..., Report]) -> Callable[..., Report]:
+def scripted(report: Callable[..., StepReport]) -> Callable[..., StepReport]:
     return lambda rungs, plan, program_s, *rest: report(rungs, plan, cost_s(plan.key), *rest)
 
 
@@ -135,7 +135,7 @@ def trace_of(loaded: LoadedModel, name: str) -> list[str]:
         load.planned(made.key)
         return made
 
-    reported = patch.object(launcher, "report_of", scripted(launcher.report_of))
+    reported = patch.object(launcher, "step_report", scripted(launcher.step_report))
     with reported, patch.object(LocalPlanner, "plan", noting):
         LOADS[name](load)
     return load.lines
@@ -215,7 +215,7 @@ def suspects(load: Load) -> None:
     load.begin(num_drafts=3, max_rows=4, overlap=True)
     load.start(*(greedy(f"r{i}", ids, 50, ignore_eos=True) for i, ids in enumerate(prompts(4))))
     for name in ("r1", "r3"):
-        load.bench.sequence(name).num_alone = 8
+        load.bench.sequence(name).num_isolated_steps = 8
     load.finish()
 
 
@@ -248,8 +248,8 @@ def adaptive(load: Load) -> None:
 def made_ahead(load: Load) -> None:
     """Programs are made while nobody has work, or when one was asked for often enough."""
     kernels = copy(load.loaded.kernels)
-    kernels.form = CAPTURED
-    ahead = replace(load.loaded, kernels=kernels, refused={})
+    kernels.exec_mode = CAPTURED
+    ahead = replace(load.loaded, kernels=kernels, uncapturable={})
     load.begin(ahead, num_drafts=1, max_rows=6, draft_length="adaptive", buckets=(3, 6))
     load.finish()
     load.start(*everything(30))
@@ -263,8 +263,8 @@ def made_ahead(load: Load) -> None:
 def a_gang_of_three(load: Load) -> None:
     """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
     draw, sizes = random.Random(7), (1, 2, 4, 8)
-    usual = usual_keys(sizes, chains(3), Pending(3))
-    planner = StepPlanner(sizes, chains(3), by_load_length, Pending(3), True, usual)
+    usual = common_step_keys(sizes, chain_shapes(3), MtpCatchUp(3))
+    planner = StepPlanner(sizes, chain_shapes(3), choose_adaptive_shape, MtpCatchUp(3), True, usual)
     ranks, key = [list[int]() for _ in range(3)], None
     for step in range(500):
         for limits in ranks:
@@ -274,7 +274,7 @@ def a_gang_of_three(load: Load) -> None:
                 limits[:] = draw.choices((0, 2, 3), (1, 1, 4), k=draw.randrange(9))
         plan = planner([proposal_of(draw, limits, key) for limits in ranks])
         load.lines.append(keyed(plan))
-        key = None if plan is None or plan.use == MAKE else plan.key
+        key = None if plan is None or plan.purpose == CAPTURE else plan.key
 
 
 def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
@@ -283,11 +283,17 @@ def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) ->
         (limit, range(1, 1 + sum(draw.random() < 0.75 for _ in range(limit)))) for limit in limits
     ]
     report = (
-        None if last is None else report_of(Rungs.of(chains(3)), StepPlan(last), cost_s(last), rows)
+        None
+        if last is None
+        else step_report(
+            DepthTransitions.from_shapes(chain_shapes(3)), StepPlan(last), cost_s(last), rows
+        )
     )
-    extras = draw.choices((PLAIN, SAMPLED, Extras(has_rules=True)), (6, 3, 1))[0]
-    counts, behind = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
-    return Proposal(counts, behind, extras, CAPTURED, report=report)
+    traits = draw.choices(
+        (GREEDY_TRAITS, SAMPLED_TRAITS, SamplingTraits(has_logit_rules=True)), (6, 3, 1)
+    )[0]
+    counts, backlog = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
+    return Proposal(counts, backlog, traits, CAPTURED, report=report)
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ them (model/kernels/captured.py).
 import torch
 from torch import Tensor
 
-from tandem.core.forms import CAPTURED
-from tandem.model.kernels.native import Native
+from tandem.core.execution import CAPTURED
+from tandem.model.kernels.native import NativeKernels
 from tandem.model.kernels.recorded import Recorded
-from tandem.model.kernels.repeated import Function, Repeated
+from tandem.model.kernels.replayable import Function, ReplayableFunction
 from tests.kernels import ours
 
 GARBAGE = 1 << 40
@@ -54,14 +54,14 @@ class Graph(Recorded):
                 kept.fill_(float("nan") if kept.is_floating_point() else GARBAGE)
 
 
-class Graphs(Native):
+class Graphs(NativeKernels):
     """Native kernels, whose functions are repeated as graphs of one pool."""
 
-    form, keeps_outputs = CAPTURED, True
+    exec_mode, owns_outputs = CAPTURED, True
 
     def __init__(self) -> None:
         ours()  # loads the library
         self.pool: list[Graph] = []
 
-    def repeated(self, function: Function) -> Repeated:
+    def make_replayable(self, function: Function) -> ReplayableFunction:
         return Graph(function, self.pool)

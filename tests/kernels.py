@@ -34,10 +34,10 @@ def often_interpreted(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
 def ours() -> Kernels:
     """The first use compiles native ones."""
     if IS_INTERPRETED:
-        from tandem.model.kernels.gpu.kernels import Triton
+        from tandem.model.kernels.gpu.kernels import TritonKernels
 
-        return Triton(num_processors=8)
-    from tandem.model.kernels.build import built
-    from tandem.model.kernels.native import Native
+        return TritonKernels(num_processors=8)
+    from tandem.model.kernels.build import build_library
+    from tandem.model.kernels.native import NativeKernels
 
-    return Native(built())
+    return NativeKernels(build_library())

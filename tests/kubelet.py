@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.chaos.machines import lines
 from tests.deployed import Deployed, amount, container, mounts, ray_resources, volumes
 from tests.kustomize import Manifest
-from tests.pods import CLAIM, CONFIG, Box, Pod, Running
+from tests.pods import CLAIM, CONFIG, Box, Pod, RunningSequence
 
 TOKEN = "b8d3" * 16
 GENERATE = ("tandem", "generate", "def fibonacci(n):", "--max-tokens=16", "--address=tandem:50051")
@@ -35,7 +35,7 @@ def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> Non
     pod.begin(box)
 
 
-def begin_gateway(pod: Pod, it: Deployed) -> Running:
+def begin_gateway(pod: Pod, it: Deployed) -> RunningSequence:
     """One that is ready."""
     process = start_gateway(pod, it)
     assert process.stdout is not None
@@ -45,7 +45,7 @@ def begin_gateway(pod: Pod, it: Deployed) -> Running:
     raise AssertionError(pod.log())
 
 
-def start_gateway(pod: Pod, it: Deployed) -> Running:
+def start_gateway(pod: Pod, it: Deployed) -> RunningSequence:
     spec = it.gateway_pod
     for name, text in it.config_map["data"].items():
         (pod.home / CONFIG / name).write_text(text)

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from tandem.core.request import Request, SamplingParams
-from tandem.model.checkpoint.tensors import select
-from tandem.model.drafters.base import Drafts, View
-from tandem.model.network.tree import Tree, tree_of
-from tandem.model.sampling.acceptance import KIND_NUMBERS, judge, pick_draft, rank_drafts
-from tandem.model.sampling.acceptance.base import AcceptanceRows, Evidence, Verdict
+from tandem.model.checkpoint.tensors import select_rows
+from tandem.model.drafters.base import DraftContext, Drafts
+from tandem.model.network.tree import Tree, build_tree
+from tandem.model.sampling.acceptance import (
+    RULE_NUMBERS,
+    accept_drafts,
+    sample_draft,
+    top_candidates,
+)
+from tandem.model.sampling.acceptance.base import AcceptanceRows, VerifyInput, VerifyResult
 from tandem.model.sampling.adjust import count_emitted, no_rules, set_rules
-from tandem.model.sampling.sampler import SamplingRows, adjusted_places, draw_places
+from tandem.model.sampling.sampler import SamplingRows, apply_rules_at_places, draw_at_places
 from tests.unit.test_sampling import check_chi_square, filtered, obvious, sampling_rows
 
 VOCAB = 5
@@ -38,7 +43,7 @@ class World:
     drafter_VV: Tensor = _MAIN * 0.6 + _DRAFTER * 0.6
 
 
-def evidence(
+def verify_input(
     drafts_BN: Tensor,
     adjusted_BN1V: Tensor,
     sampling: SamplingRows,
@@ -46,19 +51,19 @@ def evidence(
     num_output_B: Tensor,
     limit_B: Tensor,
     q_BNV: Tensor | None = None,
-    kind_B: Tensor | None = None,
+    rule_B: Tensor | None = None,
     tree: Tree | None = None,
     num_B: Tensor | None = None,
-) -> Evidence:
+) -> VerifyInput:
     """Without thinking."""
-    return Evidence(
+    return VerifyInput(
         drafts_BN=drafts_BN,
         q_BNV=q_BNV,
         adjusted_BN1V=adjusted_BN1V,
-        targets_BN1=draw_places(adjusted_BN1V, sampling, num_output_B, tree),
+        targets_BN1=draw_at_places(adjusted_BN1V, sampling, num_output_B, tree),
         sampling=sampling,
         acceptance=AcceptanceRows(
-            kind_B=torch.zeros_like(limit_B) if kind_B is None else kind_B,
+            rule_B=torch.zeros_like(limit_B) if rule_B is None else rule_B,
             limit_B=limit_B,
             bounds_B2=torch.tensor([[1.0, 0.0]]).expand(len(limit_B), -1),
         ),
@@ -70,18 +75,20 @@ def evidence(
     )
 
 
-def judged_by(known: Evidence, **changes: Tensor) -> Evidence:
+def judged_by(known: VerifyInput, **changes: Tensor) -> VerifyInput:
     """The same evidence with other fields of AcceptanceRows."""
     return replace(known, acceptance=replace(known.acceptance, **changes))
 
 
-Drafting = Callable[[World, View], Drafts]
+Drafting = Callable[[World, DraftContext], Drafts]
 """Of a drafter in this world."""
 
 
 def chain(num_drafts: int) -> Drafting:
-    def draft(world: World, view: View) -> Drafts:
-        return view.chained(num_drafts, lambda _, last_B1: world.drafter_VV[last_B1.squeeze(1)])
+    def draft(world: World, context: DraftContext) -> Drafts:
+        return context.draft_chain(
+            num_drafts, lambda _, last_B1: world.drafter_VV[last_B1.squeeze(1)]
+        )
 
     return draft
 
@@ -89,36 +96,38 @@ def chain(num_drafts: int) -> Drafting:
 def one_step(
     world: World,
     kinds: tuple[str, ...],
-    kind_B: Tensor,
+    rule_B: Tensor,
     sampling: SamplingRows,
     last_B: Tensor,
     num_output_B: Tensor,
     limit_B: Tensor,
     drafting: Drafting,
     depth: int,
-) -> Verdict:
+) -> VerifyResult:
     """``depth`` is that of a tree."""
-    many = (kinds, kind_B), (sampling, num_output_B)
-    view = View(
+    many = (kinds, rule_B), (sampling, num_output_B)
+    context = DraftContext(
         *(last_B.unsqueeze(1), num_output_B, last_B, last_B > 0, last_B, None),
-        pick=lambda logits_BV, drafts_BN: pick_draft(*many[0], logits_BV, *many[1], drafts_BN),
-        rank=lambda logits_BQV, *of: rank_drafts(*many[0], logits_BQV, *many[1], *of),
+        sample_draft=lambda logits_BV, drafts_BN: sample_draft(
+            *many[0], logits_BV, *many[1], drafts_BN
+        ),
+        top_candidates=lambda logits_BQV, *of: top_candidates(*many[0], logits_BQV, *many[1], *of),
     )
-    drafts = drafting(world, view)
-    tree = None if drafts.parents_BN is None else tree_of(drafts.parents_BN, depth)
+    drafts = drafting(world, context)
+    tree = None if drafts.parents_BN is None else build_tree(drafts.parents_BN, depth)
     logits_BN1V = world.main_VV[torch.cat((last_B.unsqueeze(1), drafts.tokens_BN), 1)]
-    known = evidence(
+    known = verify_input(
         drafts.tokens_BN,
-        adjusted_places(logits_BN1V, sampling, num_output_B, drafts.tokens_BN, tree),
+        apply_rules_at_places(logits_BN1V, sampling, num_output_B, drafts.tokens_BN, tree),
         sampling,
         num_output_B=num_output_B,
         limit_B=limit_B,
         q_BNV=drafts.q_BNV,
-        kind_B=kind_B,
+        rule_B=rule_B,
         tree=tree,
         num_B=drafts.num_B,
     )
-    return judge(kinds, known)
+    return accept_drafts(kinds, known)
 
 
 def tell(
@@ -129,7 +138,7 @@ def tell(
     *,
     num_drafts: int,
     num_tokens: int,
-    kind_B: Tensor | None = None,
+    rule_B: Tensor | None = None,
     temperature_B: Tensor | None = None,
     drafting: Drafting | None = None,
 ) -> Tensor:
@@ -137,28 +146,28 @@ def tell(
     chain, or trees that are ``num_drafts`` deep."""
     drafting = drafting or chain(num_drafts)
     seed_B = torch.arange(len(limit_B))
-    kind_B = torch.full_like(seed_B, KIND_NUMBERS[kinds[0]]) if kind_B is None else kind_B
+    rule_B = torch.full_like(seed_B, RULE_NUMBERS[kinds[0]]) if rule_B is None else rule_B
     sampling = sampling_rows(s, seed_B)
     if temperature_B is not None:
         sampling = replace(sampling, temperature_B=temperature_B)
     if s.adjusts_logits:
         table = no_rules(1, VOCAB, CPU)
         set_rules(table, 0, Request("r", (1,), sampling=s), (START,), frozenset())
-        sampling = replace(sampling, rules=select(table, torch.zeros_like(seed_B)))
+        sampling = replace(sampling, rules=select_rows(table, torch.zeros_like(seed_B)))
     told_BT = torch.zeros(len(seed_B), num_tokens + num_drafts + 1, dtype=torch.int64)
     last_B, num_output_B = torch.full_like(seed_B, START), torch.ones_like(seed_B)
     while (num_output_B <= num_tokens).any():
-        verdict = one_step(
-            *(world, kinds, kind_B, sampling, last_B, num_output_B, limit_B),
+        result = one_step(
+            *(world, kinds, rule_B, sampling, last_B, num_output_B, limit_B),
             *(drafting, num_drafts),
         )
         start_B1 = (num_output_B - 1).clamp(max=num_tokens).unsqueeze(1)
-        told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), verdict.tokens_BE)
-        last_B = verdict.tokens_BE.gather(1, verdict.num_accepted_B.unsqueeze(1)).squeeze(1)
-        num_output_B = num_output_B + verdict.num_accepted_B + 1
+        told_BT.scatter_(1, start_B1 + torch.arange(num_drafts + 1), result.tokens_BE)
+        last_B = result.tokens_BE.gather(1, result.num_accepted_B.unsqueeze(1)).squeeze(1)
+        num_output_B = num_output_B + result.num_accepted_B + 1
         if sampling.rules is not None:
-            emitted_B = verdict.num_accepted_B + 1
-            count_emitted(sampling.rules, seed_B, verdict.tokens_BE, emitted_B)
+            emitted_B = result.num_accepted_B + 1
+            count_emitted(sampling.rules, seed_B, result.tokens_BE, emitted_B)
     return told_BT[:, :num_tokens]
 
 

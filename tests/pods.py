@@ -24,7 +24,7 @@ NO_DNS = "nameserver 127.0.0.1\n"
 """Refuses at once: a name that is not in hosts would cost a minute elsewhere."""
 CONFIG, CLAIM = "etc", "claim"
 """Folders of a pod: what its configMap holds, and what lies on its claim."""
-Running = subprocess.Popen[str]
+RunningSequence = subprocess.Popen[str]
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Form(Protocol):
         """Of that command here; None: as this process has it."""
         ...
 
-    def init(self, process: Running) -> int:
+    def init(self, process: RunningSequence) -> int:
         """The pid here of its process 1."""
         ...
 
-    def pids(self, process: Running) -> Iterable[int]: ...
+    def pids(self, process: RunningSequence) -> Iterable[int]: ...
 
-    def end(self, processes: Sequence[Running]) -> None: ...
+    def end(self, processes: Sequence[RunningSequence]) -> None: ...
 
 
 @dataclass
@@ -66,15 +66,15 @@ class Pod:
     switch: str
     """The namespace of the bridge that it hangs on."""
     form: Form
-    processes: list[Running] = field(default_factory=list)
+    processes: list[RunningSequence] = field(default_factory=list)
 
     def run(
         self, command: Sequence[str], *, shm: str = "64m", env: Mapping[str, str] | None = None
-    ) -> Running:
+    ) -> RunningSequence:
         """Begin a container that no manifest tells of."""
         return self.begin(Box(command, env or {}, shm))
 
-    def begin(self, box: Box) -> Running:
+    def begin(self, box: Box) -> RunningSequence:
         """Its command is process 1; stdout is a pipe, stderr a file."""
         with open(self.home / "log", "a") as log:
             process = subprocess.Popen(
@@ -149,14 +149,14 @@ class Tree:
         told = {name: self._moved(box, value) for name, value in box.env.items()}
         return own | {"RAY_USAGE_STATS_ENABLED": "0"} | told
 
-    def init(self, process: Running) -> int:
+    def init(self, process: RunningSequence) -> int:
         [init] = [pid for pid, parent in parents().items() if parent == process.pid]
         return init
 
-    def pids(self, process: Running) -> Iterable[int]:
+    def pids(self, process: RunningSequence) -> Iterable[int]:
         return descendants(process.pid)
 
-    def end(self, processes: Sequence[Running]) -> None:
+    def end(self, processes: Sequence[RunningSequence]) -> None:
         trees = {pid for process in processes for pid in descendants(process.pid)}
         for process in processes:
             process.kill()

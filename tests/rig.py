@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tandem.cluster.control.plan import plan_gangs
-from tandem.cluster.gateway.fan_out import Streams
+from tandem.cluster.gateway.fan_out import AnswerGroup
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.colocated_node import rank as colocated
 from tandem.core.answer import Delta, Finished, Piece
@@ -25,7 +25,7 @@ from tandem.decode_node.service.rank import DecodeRank
 from tandem.model.loaded import LoadedModel, load_model
 from tandem.prefill_node.rank import PrefillRank
 from tandem.runtime import parts
-from tandem.runtime.gang.hub import Hub
+from tandem.runtime.gang.planner_server import PlannerServer
 from tandem.text.tokenizer import Tokenizer
 
 Rank = PrefillRank | DecodeRank | colocated.ColocatedRank
@@ -51,9 +51,9 @@ def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:
     return _loaded[key]
 
 
-def load_memory(spec: RankSpec, config: TandemConfig) -> parts.Memory:
+def load_resident_model(spec: RankSpec, config: TandemConfig) -> parts.ResidentModel:
     with patch.object(parts, "load_model", load_once):
-        return parts.load_memory(spec, config)
+        return parts.load_resident_model(spec, config)
 
 
 class LocalMembers:
@@ -69,12 +69,12 @@ class LocalMembers:
         """A gang."""
         spec = ranks[0].spec
         for rank in ranks:
-            self.controls[rank.spec.life] = InProcessControl(rank.handle, spec.epoch)
+            self.controls[rank.spec.epoch_name] = InProcessControl(rank.handle, spec.epoch)
         infos = tuple(rank.info for rank in ranks)
         self.tell(*self.membership.gangs, Gang(spec.gang, spec.kind, spec.epoch, READY, infos))
 
     def remove(self, name: str) -> None:
-        self.tell(*(g for g in self.membership.gangs if g.members[0].spec.life != name))
+        self.tell(*(g for g in self.membership.gangs if g.members[0].spec.epoch_name != name))
 
     def tell(self, *gangs: Gang) -> None:
         incarnation, counter = self.membership.version
@@ -82,19 +82,19 @@ class LocalMembers:
         self.membership = replace(self.membership, version=version, gangs=gangs)
         self._changed.set()
 
-    async def changed(self, after: tuple[int, int]) -> Membership:
+    async def wait_for_change(self, after: tuple[int, int]) -> Membership:
         while self.membership.version <= after:
             self._changed.clear()
             await self._changed.wait()
         return self.membership
 
     def control(self, spec: RankSpec) -> Control:
-        return self.controls[spec.life]
+        return self.controls[spec.epoch_name]
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         self.reports.append((gang, epoch, reason))
 
-    def find_owner(self, name: str, epoch: int) -> Control:
+    def find_control(self, name: str, epoch: int) -> Control:
         if name not in self.controls:
             raise RankLost(f"{name} of epoch {epoch} is gone")
         return self.controls[name]
@@ -109,12 +109,12 @@ class Rig:
     gateway: ClusterGateway = field(init=False)
     prefills: list[PrefillRank] = field(default_factory=list)
     decodes: list[DecodeRank] = field(default_factory=list)
-    begun: dict[str, Streams] = field(default_factory=dict)
+    begun: dict[str, AnswerGroup] = field(default_factory=dict)
     """By ``generate``, by their request ids."""
 
     async def start(self, *specs: RankSpec) -> list[Rank]:
         """One more gang, known to every gateway from now on."""
-        hub = Hub(len(specs), "127.0.0.1") if len(specs) > 1 else None
+        hub = PlannerServer(len(specs), "127.0.0.1") if len(specs) > 1 else None
         ranks = await asyncio.gather(*(self._start(spec, hub) for spec in specs))
         for rank in ranks:
             if isinstance(rank, PrefillRank | colocated.ColocatedRank):
@@ -124,13 +124,13 @@ class Rig:
         self.members.add(*ranks)
         return list(ranks)
 
-    async def _start(self, spec: RankSpec, hub: Hub | None) -> Rank:
-        memory = load_memory(spec, self.config)
+    async def _start(self, spec: RankSpec, hub: PlannerServer | None) -> Rank:
+        memory = load_resident_model(spec, self.config)
         more: dict[str, Any] = {}
         if hub is not None:
-            more |= {"meeting": hub.meeting, "hub": None if spec.rank else hub}
+            more |= {"rendezvous": hub.rendezvous, "planner_server": None if spec.rank else hub}
         if spec.kind == DECODE:
-            more["find_owner"] = self.members.find_owner
+            more["find_control"] = self.members.find_control
         builder = {
             PREFILL: "tandem.prefill_node.rank",
             DECODE: "tandem.decode_node.service.rank",
@@ -140,7 +140,7 @@ class Rig:
 
     async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
         """As a server has it answered."""
-        streams = self.begun[request.request_id] = self.gateway.begin(request)
+        streams = self.begun[request.request_id] = self.gateway.start_answers(request)
         async with aclosing(streams.pieces()) as pieces:
             async for piece in pieces:
                 yield piece
@@ -161,7 +161,7 @@ class Rig:
     async def settle(self) -> None:
         """Wait until releases that go on in the background are done."""
         for decode in self.decodes:
-            await decode.intake.idle()
+            await decode.kv_receiver.idle()
         for prefill in self.prefills:
             await prefill.source.idle()
         for rank in (*self.prefills, *self.decodes):
@@ -175,10 +175,10 @@ class Rig:
             counts = prefill.source.counts()
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             prefill.engine.scheduler.check_integrity()
-            prefill.source._side.staging.check_integrity()
+            prefill.source._endpoint.staging.check_integrity()
             assert not prefill.engine.scheduler.sequences
         for decode in self.decodes:
-            counts = decode.intake.counts()
+            counts = decode.kv_receiver.counts()
             assert counts | {"channels": 0} == dict.fromkeys(counts, 0), counts
             decode.engine.scheduler.check_integrity()
             decode.sessions.check_integrity()
@@ -212,7 +212,7 @@ async def gateway(cluster: Rig) -> AsyncIterator[ClusterGateway]:
     """One more gateway of the cluster, warm."""
     made = ClusterGateway(cluster.config, Tokenizer(cluster.config.model.path), cluster.members)
     try:
-        await made.fleet.ready()
+        await made.fleet.wait_until_warm()
         yield made
     finally:
         await made.fleet.stop()

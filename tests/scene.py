@@ -15,7 +15,7 @@ from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.cluster.proto.mapping import piece_from_proto
-from tandem.prefill_node.sequence import Sequence
+from tandem.prefill_node.sequence import PrefillSequence
 from tests.gates import Gate, Wire, gated
 from tests.rig import Rig, rig
 from tests.waiting import until
@@ -85,19 +85,19 @@ class Scene:
         task = asyncio.create_task(_follow(call, tokens))
         self.streams[name] = Stream(ids, task, tokens)
 
-    def prefill_sequence(self, name: str) -> Sequence | None:
+    def prefill_sequence(self, name: str) -> PrefillSequence | None:
         sequences = self.cluster.prefills[0].engine.scheduler.sequences
         return next((s for key, s in sequences.items() if key.request_id == name), None)
 
     def on_prefill(self, name: str) -> bool:
         [prefill] = self.cluster.prefills
-        held = (prefill.engine.scheduler.sequences, prefill.source._book.open_ones())
+        held = (prefill.engine.scheduler.sequences, prefill.source._book.open_identities())
         return any(identity.request_id == name for each in held for identity in each)
 
     def waits(self, name: str) -> bool:
         """Whether it queues for a decode row."""
         queue = self.cluster.decodes[0].engine.scheduler.queue
-        return any(i.request_id == name for i in (*queue.begun, *queue.fresh))
+        return any(i.request_id == name for i in (*queue.resumed, *queue.new))
 
     def holds_a_row(self, name: str) -> bool:
         sequences = self.cluster.decodes[0].engine.scheduler.sequences
@@ -106,7 +106,7 @@ class Scene:
     def has_begun(self, name: str) -> bool:
         """Whether its KV comes into the row that it was granted, or has come."""
         [decode] = self.cluster.decodes
-        held = decode._arriving, decode.engine.scheduler.running
+        held = decode._arrivals, decode.engine.scheduler.running
         return any(name == one.identity.request_id for one in held[1]) or any(
             name == identity.request_id for identity in held[0]
         )
@@ -116,8 +116,8 @@ class Scene:
         [decode] = self.cluster.decodes
         scheduler = decode.engine.scheduler
         held = (
-            scheduler.sequences, scheduler.queue.begun, scheduler.queue.fresh,
-            decode._arriving, decode._granting, decode.sessions._owners,
+            scheduler.sequences, scheduler.queue.resumed, scheduler.queue.new,
+            decode._arrivals, decode._pending_grants, decode.sessions._owners,
         )  # fmt: skip
         found = {i for each in held for i in each if i.request_id == name}
         return len({identity.answer for identity in found}) >= num

@@ -22,14 +22,14 @@ UNLIKE = 0.02
 to the embeddings, and it adds so much of the hidden state to them."""
 
 
-def write_small(folder: Path, num_mtp: int = 1) -> None:
-    config = tiny.write_tiny(folder, seed=41, num_nextn_predict_layers=num_mtp, **SIZES)
+def write_small(folder: Path, num_mtp_layers: int = 1) -> None:
+    config = tiny.write_tiny(folder, seed=41, num_nextn_predict_layers=num_mtp_layers, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     embeddings = tensors["model.embed_tokens.weight"]
     embeddings /= embeddings.square().mean(1, keepdim=True).sqrt()
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         tensors[FIRST + name] *= UNLIKE
-    for mtp in (f"model.layers.{SIZES['num_hidden_layers'] + i}." for i in range(num_mtp)):
+    for mtp in (f"model.layers.{SIZES['num_hidden_layers'] + i}." for i in range(num_mtp_layers)):
         last = {name: tensor for name, tensor in tensors.items() if name.startswith(LAST)}
         tensors |= {name.replace(LAST, mtp): tensor.clone() for name, tensor in last.items()}
         tensors[mtp + "shared_head.norm.weight"] = tensors["model.norm.weight"].clone()

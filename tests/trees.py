@@ -6,8 +6,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from tandem.core.levels import Level, Levels, chains
-from tandem.model.drafters.base import Drafts, View
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
+from tandem.model.drafters.base import DraftContext, Drafts
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.drafters.mtp_rows import MtpRows
 from tandem.model.drafters.none import NoDrafter
@@ -30,9 +30,9 @@ def path_to(parents: Parents, node: int) -> list[int]:
     return path[::-1]
 
 
-def level_of(parents: Parents, is_dynamic: bool = False) -> Level:
+def level_of(parents: Parents, is_dynamic: bool = False) -> DraftShape:
     depth = max((len(path_to(parents, node)) for node in range(len(parents) + 1)), default=0)
-    return Level(len(parents), depth, None if is_dynamic else parents)
+    return DraftShape(len(parents), depth, None if is_dynamic else parents)
 
 
 class ScriptedTree(NoDrafter):
@@ -44,7 +44,7 @@ class ScriptedTree(NoDrafter):
     def __init__(
         self, answer: list[int], num_prompt: int, parents: Parents, ends: list[int], *, fed: bool
     ) -> None:
-        self.is_fed, self._num_prompt = fed, num_prompt  # type: ignore[misc]
+        self.runs_on_host, self._num_prompt = fed, num_prompt  # type: ignore[misc]
         self._level = level_of(parents, fed)
         self._answer_T = torch.tensor(answer + [0] * 20)
         self._parents_1N = torch.tensor([parents])
@@ -53,16 +53,23 @@ class ScriptedTree(NoDrafter):
         on = [[node in path_to(parents, end) for node in nodes] for end in ends]
         self._on_EN, self.num_steps = torch.tensor(on), torch.tensor([0])
 
-    def levels(self, most_depth: int) -> Levels:
-        return (*chains(0), self._level)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        return (*chain_shapes(0), self._level)
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        at_BN = (view.num_known_B - self._num_prompt - 1).unsqueeze(1) + self._depth_N
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        at_BN = (context.num_known_B - self._num_prompt - 1).unsqueeze(1) + self._depth_N
         right_BN = self._answer_T[at_BN.clamp(min=0)]
         is_on_BN = self._on_EN[self.num_steps % len(self._on_EN)].expand_as(right_BN)
         self.num_steps += 1
         tokens_BN = right_BN.where(is_on_BN, (right_BN + 1) % 90)
-        parents_BN = self._parents_1N.expand_as(tokens_BN) if level.parents is None else None
+        parents_BN = self._parents_1N.expand_as(tokens_BN) if draft_shape.parents is None else None
         return Drafts(tokens_BN, parents_BN=parents_BN)
 
 
@@ -73,16 +80,27 @@ class HiddenChain(MtpDrafter):
     name = "hidden chain"
     num_nodes, num_chain = 9, 3
 
-    def levels(self, most_depth: int) -> Levels:
-        whole = Level(self.num_nodes, self.num_nodes, None)
-        return (*chains(0), Level(4, 4, None), whole)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        whole = DraftShape(self.num_nodes, self.num_nodes, None)
+        return (*chain_shapes(0), DraftShape(4, 4, None), whole)
 
-    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        if not level.num_nodes:
-            return super().draft(own, view, level, amount, caches)
-        chain_BC = super().draft(own, view, chains(self.num_chain)[-1], amount, caches).tokens_BN
-        tokens_BN, parents_BN = hidden(chain_BC, view.num_known_B, self.num_nodes)
-        num = level.num_nodes
+    def draft(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        if not draft_shape.num_nodes:
+            return super().draft(state, context, draft_shape, catch_up_width, caches)
+        chain_BC = (
+            super()
+            .draft(state, context, chain_shapes(self.num_chain)[-1], catch_up_width, caches)
+            .tokens_BN
+        )
+        tokens_BN, parents_BN = hidden(chain_BC, context.num_known_B, self.num_nodes)
+        num = draft_shape.num_nodes
         return Drafts(tokens_BN[:, :num].contiguous(), parents_BN=parents_BN[:, :num].contiguous())
 
 

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from tokenizers.decoders import Decoder as _Decoder
 
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHAR = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_AS_THEMSELVES = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_SHIFTED = tuple(byte for byte in range(0x100) if byte not in _AS_THEMSELVES)
-_BYTE_OF = {chr(byte): byte for byte in _AS_THEMSELVES} | {
+_UNSHIFTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_SHIFTED = tuple(byte for byte in range(0x100) if byte not in _UNSHIFTED)
+_BYTE_OF = {chr(byte): byte for byte in _UNSHIFTED} | {
     chr(0x100 + i): byte for i, byte in enumerate(_SHIFTED)
 }
 """The byte that each character of a byte-level token stands for (GPT-2's alphabet)."""
@@ -89,7 +89,7 @@ class ByteFallbackDecoder:
         try:
             text = self._run.decode()
         except UnicodeDecodeError:
-            text = REPLACEMENT * len(self._run)
+            text = REPLACEMENT_CHAR * len(self._run)
         self._run.clear()
         return text
 

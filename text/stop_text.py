@@ -12,14 +12,14 @@ from tandem.text.tokenizer import TextStream
 class _Node:
     """A beginning of one or more stop strings, ``depth`` characters long; the root is empty."""
 
-    __slots__ = ("depth", "fallback", "longest", "next")
+    __slots__ = ("depth", "fallback", "longest_match", "next")
 
     def __init__(self, depth: int) -> None:
         self.next: dict[str, _Node] = {}
         self.depth = depth
         self.fallback: _Node | None = None
         """The longest end of it that is a beginning too; of the root, None."""
-        self.longest = 0
+        self.longest_match = 0
         """Length of the longest stop string that ends here."""
 
     def step(self, char: str) -> "_Node":
@@ -31,7 +31,7 @@ class _Node:
             node = node.fallback
         return node.next[char]
 
-    def unfinished(self) -> "_Node":
+    def longest_open_suffix(self) -> "_Node":
         """The longest end that a stop string goes on from."""
         node = self
         while not node.next and node.fallback is not None:
@@ -49,12 +49,12 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
         node = root
         for char in stop:
             node = node.next.setdefault(char, _Node(node.depth + 1))
-        node.longest = node.depth
+        node.longest_match = node.depth
     while layer:
         for node in layer:
             for char, child in node.next.items():
                 child.fallback = root if node.fallback is None else node.fallback.step(char)
-                child.longest = child.longest or child.fallback.longest
+                child.longest_match = child.longest_match or child.fallback.longest_match
         layer = {child for node in layer for child in node.next.values()}
     return root
 
@@ -77,14 +77,14 @@ class StopText:
         whole = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             self._node = self._node.step(char)
-            if may_stop and self._node.longest:
-                start = end - self._node.longest
+            if may_stop and self._node.longest_match:
+                start = end - self._node.longest_match
                 self._held, self._node = "", self._root
                 return whole[:start], True
-        self._node = self._node.unfinished()
-        num_told = len(whole) - self._node.depth
-        self._held = whole[num_told:]
-        return whole[:num_told], False
+        self._node = self._node.longest_open_suffix()
+        num_certain = len(whole) - self._node.depth
+        self._held = whole[num_certain:]
+        return whole[:num_certain], False
 
     def finish(self) -> str:
         """What was held back; the text ends here."""
@@ -100,26 +100,26 @@ class AnswerText:
         self._stop_text = StopText(stops)
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self.stopped = False
+        self.is_stopped = False
 
     def push(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
         """The text that became certain, and how many of the tokens are kept; sets ``stopped`` if
         the last of these completed a stop string and is at least the answer's ``min_tokens``-th."""
-        assert not self.stopped, "the text has ended"
-        told = ""
+        assert not self.is_stopped, "the text has ended"
+        certain = ""
         for num_kept, token in enumerate(token_ids, start=1):
             self._num_tokens += 1
-            text, self.stopped = self._stop_text.push(
+            text, self.is_stopped = self._stop_text.push(
                 self._stream.push((token,)), may_stop=self._num_tokens >= self._min_tokens
             )
-            told += text
-            if self.stopped:
-                return told, num_kept
-        return told, len(token_ids)
+            certain += text
+            if self.is_stopped:
+                return certain, num_kept
+        return certain, len(token_ids)
 
     def finish(self) -> str:
         """The rest of an answer that ended otherwise."""
-        if self.stopped:
+        if self.is_stopped:
             return ""
         text, _ = self._stop_text.push(self._stream.finish(), may_stop=False)
         return text + self._stop_text.finish()

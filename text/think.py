@@ -26,7 +26,7 @@ def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
     return None if begin is None or end is None else (begin, end)
 
 
-def thinking_at_start(
+def is_thinking_at_start(
     prompt_ids: Sequence[int], output_ids: Sequence[int], think_ids: ThinkIds | None
 ) -> bool:
     """Whether the token after ``output_ids`` is inside the thinking part."""

@@ -4,10 +4,10 @@ from typing import Any
 
 from tokenizers.pre_tokenizers import ByteLevel
 
-_KEEPS_ALL = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
+_LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 
 
-def longest_token_bytes(tree: dict[str, Any]) -> int | None:
+def max_token_bytes(tree: dict[str, Any]) -> int | None:
     """Most bytes of UTF-8 that one token of this tokenizer.json takes from a text.
 
     None where no number bounds it: something may shorten or drop text before it becomes tokens
@@ -33,7 +33,7 @@ def _is_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
     """Whether it turns bytes into characters in the end, having dropped nothing."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kept = all(
-        step.get("type") in ("ByteLevel", "Digits") or step.get("behavior") in _KEEPS_ALL
+        step.get("type") in ("ByteLevel", "Digits") or step.get("behavior") in _LOSSLESS_BEHAVIORS
         for step in steps
     )
     return kept and any(step["type"] == "ByteLevel" for step in steps)

@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tandem.core.errors import TextTooLong
 from tandem.core.json_file import read_json
 from tandem.text.decoder import read_decoder
-from tandem.text.token_bytes import longest_token_bytes
+from tandem.text.token_bytes import max_token_bytes
 
 _TIKTOKEN = (
     "tiktoken.model is there but is not read; convert it with transformers: "
@@ -68,7 +68,7 @@ class Tokenizer:
             token.content: token_id for token_id, token in added.items() if token.special
         }
         """The id of each token that has no text unless a request keeps special tokens."""
-        self._begin = _tokens_in_front(found, folder)
+        self._prefix_ids = _read_prefix_ids(found, folder)
         try:
             self.new_decoder = read_decoder(found.decoder)
         except ValueError as error:
@@ -79,14 +79,14 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     @cached_property
-    def longest_token_bytes(self) -> int | None:
+    def max_token_bytes(self) -> int | None:
         """Most bytes of text that one token stands for; None where no number bounds it."""
-        return longest_token_bytes(json.loads(self._tokenizer.to_str()))
+        return max_token_bytes(json.loads(self._tokenizer.to_str()))
 
     @cached_property
     def digest(self) -> str:
         """Digest of all that decides which tokens a text has: 32 hexadecimal digits."""
-        content = json.dumps([self._tokenizer.to_str(), self._begin])
+        content = json.dumps([self._tokenizer.to_str(), self._prefix_ids])
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -105,9 +105,11 @@ class Tokenizer:
             raise TextTooLong(num_tokens)
         ids: list[int] = encoding.ids
         num_there = max(
-            num for num in range(len(self._begin) + 1) if tuple(ids[:num]) == self._begin[:num]
+            num
+            for num in range(len(self._prefix_ids) + 1)
+            if tuple(ids[:num]) == self._prefix_ids[:num]
         )
-        return [*self._begin, *ids[num_there:]]
+        return [*self._prefix_ids, *ids[num_there:]]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; broken bytes become U+FFFD."""
@@ -123,7 +125,7 @@ class Tokenizer:
         return None if skip_special_tokens and token in self.special_tokens else token
 
 
-def _tokens_in_front(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
+def _read_prefix_ids(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
     """Return the token ids that a prompt begins with.
 
     A post-processor that adds the begin-of-sentence token decides, else an explicit

@@ -20,14 +20,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.harness.engines import load
-from tandem.core.levels import MOST_NODES
+from tandem.core.draft_shapes import MAX_NODES
 from tandem.model.drafters.choices import Choice
-from tandem.model.drafters.medusa import CHOICES, MedusaDrafter
+from tandem.model.drafters.medusa import CHOICES_FILE, MedusaDrafter
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Segment, pack
+from tandem.model.network.batch import Segment, pack_segments
 from training.evaluate import held_out_windows
 
-MOST_RANKS = 10
+NUM_CANDIDATES = 10
 PAGE_SIZE = 64
 
 
@@ -51,7 +51,7 @@ def best_tree(shares: list[list[float]], num_nodes: int) -> list[Choice]:
     return found
 
 
-def value_of(shares: list[list[float]], paths: list[Choice]) -> Iterator[float]:
+def path_values(shares: list[list[float]], paths: list[Choice]) -> Iterator[float]:
     """Of each path, by the model that ranks are right independently of what is before them."""
     for path in paths:
         value = 1.0
@@ -66,25 +66,25 @@ def rank_shares(loaded: LoadedModel, windows: Tensor) -> list[list[float]]:
     drafter, network = loaded.drafter, loaded.network
     assert isinstance(drafter, MedusaDrafter), "speculation.drafter=medusa is loaded"
     num_pages = -(-windows.shape[1] // PAGE_SIZE)
-    caches = loaded.allocate(num_pages + 1, PAGE_SIZE)
-    right, num = torch.zeros(len(drafter.heads), MOST_RANKS), 0
+    caches = loaded.allocate_caches(num_pages + 1, PAGE_SIZE)
+    right, num = torch.zeros(len(drafter.heads), NUM_CANDIDATES), 0
     for window in tqdm(windows.tolist(), desc="held-out text"):
         segment = Segment(window, 0, list(range(1, num_pages + 1)))
-        [hidden_TD] = network(pack([segment], PAGE_SIZE, loaded.device), caches)
+        [hidden_TD] = network(pack_segments([segment], PAGE_SIZE, loaded.device), caches)
         best_T = network.logits(hidden_TD).argmax(1)
         num += len(best_T) - len(right)
         for depth, head in enumerate(drafter.heads):
-            tokens_TK = head(hidden_TD).topk(MOST_RANKS).indices
+            tokens_TK = head(hidden_TD).topk(NUM_CANDIDATES).indices
             ahead = depth + 1
             is_right_TK = tokens_TK[:-ahead] == best_T[ahead:].unsqueeze(1)
             right[depth] += is_right_TK[: len(best_T) - len(right)].sum(0)
     return [[value / num for value in row] for row in right.tolist()]
 
 
-def show(shares: list[list[float]], paths: list[Choice]) -> Table:
-    values = list(value_of(shares, paths))
+def format_table(shares: list[list[float]], paths: list[Choice]) -> Table:
+    values = list(path_values(shares, paths))
     table = Table(title="share of places at which a head's k-th likeliest token is right")
-    for column in ("head", *map(str, range(1, MOST_RANKS + 1))):
+    for column in ("head", *map(str, range(1, NUM_CANDIDATES + 1))):
         table.add_column(column)
     for depth, row in enumerate(shares, start=1):
         table.add_row(str(depth), *(f"{share:.2f}" for share in row))
@@ -99,7 +99,7 @@ def main() -> None:
     add = parser.add_argument
     add("--checkpoint", type=Path, default=here / "tiny-v3", help="folder of the main model")
     add("--heads", type=Path, default=here / "tiny-v3-medusa", help="folder of the heads")
-    add("--num-nodes", type=int, default=MOST_NODES)
+    add("--num-nodes", type=int, default=MAX_NODES)
     add("--windows", type=int, default=100, help="pieces of held-out text")
     add("--length", type=int, default=512, help="tokens of each")
     args = parser.parse_args()
@@ -112,8 +112,8 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(args.checkpoint / "tokenizer.json"))
     shares = rank_shares(loaded, held_out_windows(tokenizer, args.length, args.windows))
     paths = best_tree(shares, args.num_nodes)
-    Console().print(show(shares, paths))
-    (args.heads / CHOICES).write_text(json.dumps(paths) + "\n", encoding="utf-8")
+    Console().print(format_table(shares, paths))
+    (args.heads / CHOICES_FILE).write_text(json.dumps(paths) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

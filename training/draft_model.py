@@ -12,19 +12,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from training.evaluate import DEPTH, followed, held_out_windows
+from training.evaluate import DEPTH, held_out_windows, measure_drafts
 from training.export import hf_config, layer_tensors
 from training.model import Network
 from training.network import NetworkConfig
 from training.tuning import (  # fmt: skip
     LENGTH,
-    Run,
+    TrainingRun,
     add_rates,
     add_schedule,
     draft_loss,
     draft_optimizers,
-    subject,
-    tell,
+    load_setup,
+    write_report,
 )
 from training.vanilla import LINKED
 
@@ -33,7 +33,7 @@ LATENTS = {"kv_lora_rank": 128, "qk_rope_head_dim": 32}
 """What travels of a token: 160 values a layer instead of 576."""
 
 
-def student(main: Network) -> Network:
+def create_student(main: Network) -> Network:
     """Its MTP layer is nobody's."""
     network = Network(NetworkConfig(**SMALL, **LATENTS), seed=1)
     for name in ("model.embed_tokens", "model.norm", "lm_head"):
@@ -54,13 +54,13 @@ def losses(main: Network, network: Network, windows: Tensor) -> Tensor:
 def agreement(main: Network, network: Network, windows: Tensor) -> tuple[list[float], float]:
     """See training.evaluate: followed."""
 
-    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         drafts = network(tokens).logits.argmax(-1)
         num = tokens.shape[1] - DEPTH
         # Draft k of row i is for place i + k, and reads all tokens up to that.
         return main(tokens).logits.argmax(-1), [drafts[:, k : k + num] for k in range(1, DEPTH + 1)]
 
-    return followed(windows, said)
+    return measure_drafts(windows, predict)
 
 
 def save(network: Network, base: Path, folder: Path) -> None:
@@ -90,14 +90,16 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and says how often it is right on held-out text."""
     arguments = parse_arguments()
-    texts = subject(arguments)
-    network, held_out = student(texts.network), held_out_windows(texts.tokenizer, LENGTH, 64)
+    texts = load_setup(arguments)
+    network, held_out = create_student(texts.network), held_out_windows(texts.tokenizer, LENGTH, 64)
     optimizers = draft_optimizers(network, arguments.muon_lr, arguments.adam_lr)
-    run = Run(network, partial(losses, texts.network, network), optimizers, texts, arguments).run()
+    run = TrainingRun(
+        network, partial(losses, texts.network, network), optimizers, texts, arguments
+    ).run()
     shares, length = agreement(texts.network, network, held_out)
     print("after", shares, length, f"{run.seconds / 60:.0f} min")
     save(network, arguments.checkpoint, arguments.out)
-    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
+    write_report(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
 
 
 if __name__ == "__main__":

@@ -19,23 +19,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from training.eagle_network import Head, HeadConfig
-from training.evaluate import followed, held_out_windows
+from training.evaluate import held_out_windows, measure_drafts
 from training.model import Network, TrunkOutput
 from training.tuning import (  # fmt: skip
+    CONTINUATION_BATCH,
     LENGTH,
-    OWN_BATCH,
-    Run,
-    Subject,
+    TrainingRun,
+    TrainingSetup,
     add_rates,
     add_schedule,
     draft_optimizers,
-    subject,
-    tell,
+    load_setup,
+    write_report,
 )
 
 STEPS = {"eagle": 1, "hass": 3, "eagle3": 7}
 MUON = {"eagle": 8e-3, "hass": 8e-3, "eagle3": 16e-3}
-SAY_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
+TOKEN_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
 
 
 def feature_loss(made: Tensor, wanted: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ def feature_loss(made: Tensor, wanted: Tensor) -> Tensor:
     return F.smooth_l1_loss(made, wanted)
 
 
-def say_loss(logits: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
+def token_loss(logits: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
     """Cross-entropy to the teacher's distribution [.., U]: mean over places, of which those that
     ``mask`` lacks count as nothing."""
     each = -(teacher * logits.log_softmax(-1)).sum(-1)
@@ -76,9 +76,9 @@ def head_losses(
         at, logits = slice(k + 1, k + 1 + rows), head.logits(network, made)
         teacher = teachers[:, at]
         if has_taps:
-            values.append(DECAY**k * say_loss(logits, teacher, known[:, at]))
+            values.append(DECAY**k * token_loss(logits, teacher, known[:, at]))
             continue
-        value = feature_loss(made, out.hidden[:, at]) + SAY_WEIGHT * say_loss(logits, teacher)
+        value = feature_loss(made, out.hidden[:, at]) + TOKEN_WEIGHT * token_loss(logits, teacher)
         values.append(value + top_weight * top_loss(logits, teacher) if top_weight else value)
     return torch.stack(values)
 
@@ -88,7 +88,7 @@ def agreement(
 ) -> tuple[list[float], float]:
     """See training.evaluate: followed."""
 
-    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         out, features = read(network, head, tokens)
         made = head.unrolled(network, tokens, features, num_steps)
         choices = [head.logits(network, one).argmax(-1) for one in made]
@@ -96,7 +96,7 @@ def agreement(
             choices = [head.ids_U[one] for one in choices]
         return out.logits.argmax(-1), choices
 
-    return followed(windows, said)
+    return measure_drafts(windows, predict)
 
 
 def read(network: Network, head: Head, tokens: Tensor) -> tuple[TrunkOutput, Tensor]:
@@ -107,10 +107,10 @@ def read(network: Network, head: Head, tokens: Tensor) -> tuple[TrunkOutput, Ten
     return out, torch.cat(out.tapped, -1) if has_taps else out.hidden
 
 
-def frequent(texts: Subject, num: int) -> Tensor:
+def frequent(texts: TrainingSetup, num: int) -> Tensor:
     """The most frequent tokens of what it is trained on, ascending."""
     counts = torch.bincount(texts.stream, minlength=texts.network.config.vocab_size)
-    counts += torch.bincount(texts.own.flatten(), minlength=len(counts))
+    counts += torch.bincount(texts.continuations.flatten(), minlength=len(counts))
     ids = counts.topk(num).indices.sort().values
     print(f"{num} tokens are {counts[ids].sum() / counts.sum():.4f} of all text", flush=True)
     return ids
@@ -187,14 +187,14 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Trains, and says how often each draft is right on held-out text after it."""
     arguments = parse_arguments()
-    texts = subject(arguments)
+    texts = load_setup(arguments)
     network, has_taps = texts.network, arguments.method == "eagle3"
     of = network.config
     config = HeadConfig(of.hidden_size, of.vocab_size, has_taps)
     ids_U = frequent(texts, config.draft_vocab_size) if has_taps else torch.arange(0)
     head = Head(config, network, ids_U, arguments.seed)
     if has_taps:
-        head.rescale(read(network, head, texts.own[:OWN_BATCH, :-1])[1])
+        head.rescale(read(network, head, texts.continuations[:CONTINUATION_BATCH, :-1])[1])
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     optimizers = draft_optimizers(head, arguments.muon_lr, arguments.adam_lr)
 
@@ -202,12 +202,12 @@ def main() -> None:
         num_steps = 1 if run.num_done < arguments.num_plain else arguments.num_unrolled
         return head_losses(network, head, num_steps, arguments.top_weight, windows)
 
-    run = Run(head, losses, optimizers, texts, arguments)
+    run = TrainingRun(head, losses, optimizers, texts, arguments)
     run.run()
     shares, length = agreement(network, head, held_out)
     print("after", shares, length, f"{run.seconds / 60:.0f} min", flush=True)
     save(head, network, arguments.out)
-    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
+    write_report(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
 
 
 if __name__ == "__main__":

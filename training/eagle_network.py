@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from training.model import Network
 from training.network import MLP, KeyValue, RMSNorm, attend_causal, attend_unrolled, rotate
 
-SHARPER, LOUDER = 1.2, 3.0
+KEY_SCALE, OUTPUT_SCALE = 1.2, 3.0
 """Of a head that attends to itself, its keys; and what it gives."""
 
 
@@ -45,15 +45,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(dim_in, self.groups * c.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
 
-    def look_at_oneself(self) -> None:
+    def attend_to_self(self) -> None:
         """A query head of each group begins as its key, so that rows attend to themselves. In
         EAGLE-3's layer the token is nowhere else: without, it takes long to be found."""
         by_group = self.q_proj.weight.data.unflatten(
             0, (self.groups, self.heads // self.groups, -1)
         )
-        by_group[:, 0] *= SHARPER
+        by_group[:, 0] *= KEY_SCALE
         self.k_proj.weight.data = by_group[:, 0].flatten(0, 1).clone()
-        self.o_proj.weight.data *= LOUDER
+        self.o_proj.weight.data *= OUTPUT_SCALE
 
     def forward(self, x: Tensor, table: Tensor, depths: list[KeyValue]) -> Tensor:
         q = self.q_proj(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
@@ -113,7 +113,7 @@ class Head(nn.Module):
         if self.config.has_taps:
             self.lm_head.weight.data = network.lm_head.weight.data[self.ids_U].clone()
             self.norm.weight.data = network.model.norm.weight.data.clone()
-            self.midlayer.self_attn.look_at_oneself()
+            self.midlayer.self_attn.attend_to_self()
         else:
             nn.init.zeros_(self.fc.bias)
 

@@ -71,8 +71,8 @@ def evaluate(network: Network, windows: Tensor, batch: int = 8) -> Evaluation:
 
 
 @torch.inference_mode()
-def followed(
-    windows: Tensor, said: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
+def measure_drafts(
+    windows: Tensor, predict: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 ) -> tuple[list[float], float]:
     """Of each draft the share of places at which it is right behind true text, and tokens a step if
     all before it have to be. ``said`` gives the main model's choices [B, T] of tokens [B, T], and
@@ -80,7 +80,7 @@ def followed(
     shares: list[Tensor] = []
     runs: list[Tensor] = []
     for window in windows.split(8):
-        best, drafts = said(window[:, :-1])
+        best, drafts = predict(window[:, :-1])
         right = [one == best[:, k : k + one.shape[1]] for k, one in enumerate(drafts, 1)]
         both = torch.stack(right).flatten(1)
         shares.append(both.float())

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from training.evaluate import held_out_windows
 from training.model import Network
-from training.tuning import LENGTH, Run, add_schedule, draft_loss, subject, tell
+from training.tuning import LENGTH, TrainingRun, add_schedule, draft_loss, load_setup, write_report
 
 DECAY = 0.8
 """Of a head's weight in the loss, from one to the next."""
@@ -98,17 +98,17 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and says how often each head is right on held-out text before and after."""
     arguments = parse_arguments()
-    texts = subject(arguments)
+    texts = load_setup(arguments)
     network = texts.network
     heads = Heads(network, arguments.num_heads)
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     print("before", agreement(network, heads, held_out), flush=True)
     adam = torch.optim.AdamW(heads.parameters(), lr=arguments.lr, weight_decay=0.0, fused=True)
-    run = Run(heads, partial(head_losses, network, heads), [adam], texts, arguments).run()
+    run = TrainingRun(heads, partial(head_losses, network, heads), [adam], texts, arguments).run()
     shares = agreement(network, heads, held_out)
     print("after", shares, flush=True)
     save(heads, arguments.out, arguments.checkpoint)
-    tell(run, arguments.out, right_behind_true_text=shares)
+    write_report(run, arguments.out, right_behind_true_text=shares)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from training.export import export
 from training.medusa import DECAY, Heads, agreement, head_losses, save
 from training.model import Network
 from training.muon import Muon
-from training.tuning import LENGTH, Run, Subject, add_schedule, subject
+from training.tuning import LENGTH, TrainingRun, TrainingSetup, add_schedule, load_setup
 
 HEADS_WEIGHT = 0.2
 """Of the heads' losses beside the model's own (the paper's lambda_0)."""
@@ -61,17 +61,17 @@ def optimizers(network: Network, heads: Heads, arguments: argparse.Namespace) ->
     return [Muon(matrices, MODEL_SHARE * arguments.lr, weight_decay=0.0), adam]
 
 
-def run(heads: Heads, texts: Subject, arguments: argparse.Namespace) -> float:
+def run(heads: Heads, texts: TrainingSetup, arguments: argparse.Namespace) -> float:
     """Both stages; minutes."""
     network, state = texts.network, arguments.state
     stage = argparse.Namespace(**vars(arguments))
     stage.state, stage.num_steps = state / "heads", arguments.num_warm_steps
     adam = torch.optim.AdamW(heads.parameters(), lr=arguments.lr, weight_decay=0.0)
-    warm = Run(heads, partial(head_losses, network, heads), [adam], texts, stage).run()
+    warm = TrainingRun(heads, partial(head_losses, network, heads), [adam], texts, stage).run()
     stage.state, stage.num_steps = state / "joint", arguments.num_steps
     made = optimizers(network, heads, arguments)
     both = nn.ModuleList([network, heads])
-    joint = Run(both, partial(joint_losses, network, heads), made, texts, stage).run()
+    joint = TrainingRun(both, partial(joint_losses, network, heads), made, texts, stage).run()
     return (warm.seconds + joint.seconds) / 60
 
 
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and says what became of the model's own loss on held-out text, and of the heads."""
     arguments = parse_arguments()
-    texts = subject(arguments)
+    texts = load_setup(arguments)
     network, heads = texts.network, Heads(texts.network, arguments.num_heads)
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     before = evaluate(network, held_out)

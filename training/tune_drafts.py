@@ -10,12 +10,12 @@ from training.evaluate import DEPTH, evaluate, held_out_windows
 from training.export import export
 from training.tuning import (  # fmt: skip
     LENGTH,
-    Run,
+    TrainingRun,
     add_rates,
     add_schedule,
     chain_losses,
     draft_optimizers,
-    subject,
+    load_setup,
 )
 
 
@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the tuning described on the command line."""
     arguments = parse_arguments()
-    texts = subject(arguments)
+    texts = load_setup(arguments)
     network = texts.network
     network.mtp.requires_grad_(True)
     held_out = held_out_windows(texts.tokenizer, LENGTH, 32)
@@ -41,7 +41,7 @@ def main() -> None:
         return network.draft(tokens, hidden, DEPTH)[0]
 
     losses = partial(chain_losses, network, drafts)
-    Run(network.mtp, losses, optimizers, texts, arguments).run()
+    TrainingRun(network.mtp, losses, optimizers, texts, arguments).run()
     print("after", evaluate(network, held_out), flush=True)
     export(network, texts.tokenizer, arguments.checkpoint)
 

@@ -28,7 +28,7 @@ from training.train import keep_freed_memory, sample, token_stream
 
 LENGTH = 256
 PROMPT_LENGTH = 64
-OWN_BATCH = 16
+CONTINUATION_BATCH = 16
 CORPUS_BATCH = (4, 1024)
 SOFT_SHARE = 0.7
 WARMUP_STEPS = 20
@@ -37,18 +37,18 @@ CACHE = Path.home() / ".cache" / "tandem" / "training"
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainingSetup:
     """The frozen main model, and texts to train on: training files in one line, and continuations
     [N, LENGTH + 1] by the model itself. ``digest`` is that of its weights."""
 
     network: Network
     tokenizer: Tokenizer
     stream: Tensor
-    own: Tensor
+    continuations: Tensor
     digest: str = ""
 
 
-def subject(arguments: argparse.Namespace) -> Subject:
+def load_setup(arguments: argparse.Namespace) -> TrainingSetup:
     """What ``add_schedule`` asks for."""
     keep_freed_memory()
     torch.set_num_threads(arguments.threads)
@@ -58,7 +58,7 @@ def subject(arguments: argparse.Namespace) -> Subject:
     own = continuations(folder, stream, arguments.continuations, arguments.batch, arguments.seed)
     stream, own = (x[: int(len(x) * arguments.share)] for x in (stream, own))
     network = load_network(folder).requires_grad_(False)
-    return Subject(network, tokenizer, stream, own, digest_of(folder))
+    return TrainingSetup(network, tokenizer, stream, own, digest_of(folder))
 
 
 def digest_of(folder: Path) -> str:
@@ -81,12 +81,12 @@ def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int)
         prompts = sample(stream, batch, PROMPT_LENGTH - 1, generator)
         prompts[:, 0] = BOS_ID
         num_new = LENGTH + 1 - PROMPT_LENGTH
-        asked = [
+        options = [
             greedy(f"r{i}", ids, num_new, ignore_eos=True) for i, ids in enumerate(prompts.tolist())
         ]
-        answers = bench.generate(*asked)
+        answers = bench.generate(*options)
         texts += [
-            [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(asked, answers, strict=True)
+            [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(options, answers, strict=True)
         ]
     torch.set_num_threads(num_threads)  # which engines with kernels of their own leave one
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list
     return [Muon(matrices, muon_lr), adam]
 
 
-class Run:
+class TrainingRun:
     """A run of ``num_steps``, by the ``losses`` of windows [B, T + 1]; its ``history`` has a record
     per ten steps."""
 
@@ -143,13 +143,13 @@ class Run:
         trained: nn.Module,
         losses: Callable[[Tensor], Tensor],
         optimizers: list,
-        texts: Subject,
+        texts: TrainingSetup,
         arguments: argparse.Namespace,
     ) -> None:
         self._trained, self._losses, self._optimizers = trained, losses, optimizers
         self._texts, self._num_steps = texts, arguments.num_steps
-        asked = {"model": texts.digest} | {k: str(v) for k, v in sorted(vars(arguments).items())}
-        self._asked = json.dumps(asked)
+        options = {"model": texts.digest} | {k: str(v) for k, v in sorted(vars(arguments).items())}
+        self._options = json.dumps(options)
         self._file = arguments.state / "state.pt"
         self._generator = torch.Generator().manual_seed(arguments.seed)
         self._peaks = [group["lr"] for group in self._groups]
@@ -161,7 +161,7 @@ class Run:
         """Loading a state makes new ones."""
         return [group for one in self._optimizers for group in one.param_groups]
 
-    def run(self) -> "Run":
+    def run(self) -> "TrainingRun":
         """To its end, from where it was."""
         if self._file.is_file():
             self._resume()
@@ -181,11 +181,11 @@ class Run:
         rate = min(1 - done, (self.num_done + 1) / WARMUP_STEPS)
         for group, peak in zip(self._groups, self._peaks, strict=True):
             group["lr"] = rate * peak
-        own, generator = self._texts.own, self._generator
+        own, generator = self._texts.continuations, self._generator
         if self.num_done % 2:
             windows = sample(self._texts.stream, *CORPUS_BATCH, generator)
         else:
-            windows = own[torch.randint(len(own), (OWN_BATCH,), generator=generator)]
+            windows = own[torch.randint(len(own), (CONTINUATION_BATCH,), generator=generator)]
         values = self._losses(windows)
         values.mean().backward()
         weights = [weight for group in self._groups for weight in group["params"]]
@@ -204,17 +204,17 @@ class Run:
             "optimizers": [one.state_dict() for one in self._optimizers],
             "generator": self._generator.get_state(),
             "position": (self.num_done, self.seconds),
-            "asked": self._asked,
+            "asked": self._options,
             "history": self.history,
         }
         torch.save(state, self._file.with_suffix(".tmp"))
         self._file.with_suffix(".tmp").replace(self._file)
-        told = {"seconds": self.seconds, "history": self.history}
-        self._file.with_name("history.json").write_text(json.dumps(told), encoding="utf-8")
+        report = {"seconds": self.seconds, "history": self.history}
+        self._file.with_name("history.json").write_text(json.dumps(report), encoding="utf-8")
 
     def _resume(self) -> None:
         state = torch.load(self._file, weights_only=True)
-        if state["asked"] != self._asked:
+        if state["asked"] != self._options:
             raise ValueError(
                 f"--state={self._file.parent}: is of a run that was asked for {state['asked']}; "
                 "give another folder, or remove it"
@@ -227,15 +227,15 @@ class Run:
         self.history = state["history"]
 
 
-def tell(run: Run, folder: Path, **more: object) -> None:
+def write_report(run: TrainingRun, folder: Path, **more: object) -> None:
     """How the weights in ``folder`` came to be: training.json, and training.png, their losses."""
     from matplotlib.figure import Figure
 
-    told = {"minutes": round(run.seconds / 60, 1), "steps": run.num_done, **more}
+    report = {"minutes": round(run.seconds / 60, 1), "steps": run.num_done, **more}
     name = Path(sys.argv[0]).stem
-    told["command"] = " ".join([f"python -m training.{name}", *sys.argv[1:]])
-    told = json.loads(json.dumps(told), parse_float=lambda text: round(float(text), 4))
-    (folder / "training.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    report["command"] = " ".join([f"python -m training.{name}", *sys.argv[1:]])
+    report = json.loads(json.dumps(report), parse_float=lambda text: round(float(text), 4))
+    (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
     # Own text and corpus take turns, and so do records; some have fewer steps than others.

@@ -17,18 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from training.evaluate import followed, held_out_windows
+from training.evaluate import held_out_windows, measure_drafts
 from training.export import layer_tensors
 from training.model import MtpLayer, Network
 from training.tuning import (  # fmt: skip
     LENGTH,
-    Run,
+    TrainingRun,
     add_rates,
     add_schedule,
     chain_losses,
     draft_optimizers,
-    subject,
-    tell,
+    load_setup,
+    write_report,
 )
 
 LINKED = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
@@ -57,19 +57,19 @@ class Modules(nn.Module):
         return logits
 
 
-def drafts_of(network: Network, modules: Modules) -> Callable[[Tensor, Tensor], list[Tensor]]:
+def chain_drafts(network: Network, modules: Modules) -> Callable[[Tensor, Tensor], list[Tensor]]:
     return lambda tokens, hidden: modules(network, tokens, hidden)
 
 
 def agreement(network: Network, modules: Modules, windows: Tensor) -> tuple[list[float], float]:
     """See training.evaluate: followed."""
 
-    def said(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         out = network(tokens)
         drafts = modules(network, tokens, out.hidden)
         return out.logits.argmax(-1), [logits.argmax(-1) for logits in drafts]
 
-    return followed(windows, said)
+    return measure_drafts(windows, predict)
 
 
 def save(modules: Modules, base: Path, folder: Path) -> None:
@@ -107,17 +107,17 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Trains, and says how often each module is right on held-out text before and after."""
     arguments = parse_arguments()
-    texts = subject(arguments)
+    texts = load_setup(arguments)
     modules = Modules(texts.network, arguments.num_modules)
     held_out = held_out_windows(texts.tokenizer, LENGTH, 64)
     print("before", agreement(texts.network, modules, held_out), flush=True)
     optimizers = draft_optimizers(modules, arguments.muon_lr, arguments.adam_lr)
-    losses = partial(chain_losses, texts.network, drafts_of(texts.network, modules))
-    run = Run(modules, losses, optimizers, texts, arguments).run()
+    losses = partial(chain_losses, texts.network, chain_drafts(texts.network, modules))
+    run = TrainingRun(modules, losses, optimizers, texts, arguments).run()
     shares, length = agreement(texts.network, modules, held_out)
     print("after", shares, length, f"{run.seconds / 60:.0f} min")
     save(modules, arguments.checkpoint, arguments.out)
-    tell(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
+    write_report(run, arguments.out, right_behind_true_text=shares, tokens_behind_true_text=length)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from tandem.model.drafters.base import Drafts
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import MAIN
 from tandem.model.network.layers import Rope
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 
 NUM_WARM, ROUNDS, MAX_TOKENS = 30, {1: 168, 8: 42, 32: 42}, 300
 """Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and
@@ -33,11 +33,11 @@ tokens of an answer."""
 def bytes_of(loaded: LoadedModel) -> dict[str, int]:
     """Weights of the drafter, cache of a token, and features of a hand-over."""
     size = loaded.dtype.itemsize
-    own = [group for group in loaded.groups if group.name != MAIN]
+    own = [group for group in loaded.cache_groups if group.name != MAIN]
     return {
         "weights": sum({t.data_ptr(): t.nbytes for t in held(loaded)}.values()),
         "cache_per_token": size * sum(group.num_layers * group.width for group in own),
-        "features": size * loaded.drafter.num_shipped,
+        "features": size * loaded.drafter.num_handover_features,
     }
 
 
@@ -75,7 +75,7 @@ def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[s
     """v and c: the time to verify what may be drafted CHAIN deep, and to make it, by that of a
     plain step. What each step decides on is two chains."""
     loaded, depth = arm.loaded(CHAIN), CHAIN
-    level = loaded.drafter.levels(depth)[-1]
+    level = loaded.drafter.draft_shapes(depth)[-1]
     bench = Bench(
         loaded, num_drafts=depth, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64
     )
@@ -83,12 +83,12 @@ def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[s
     for i, ids in enumerate(held_out(num_rows, 128, 129, seed=3)):
         bench.start(greedy(f"r{i}", ids, 200, ignore_eos=True))
     rows, read_B = bench.decode._launcher.rows, torch.arange(num_rows)
-    amount = loaded.drafter.catch_up(depth).amount(depth, 1)
+    amount = loaded.drafter.catch_up(depth).catch_up_width(depth, 1)
 
     def verified(num: int) -> Any:
         drafts = Drafts(torch.arange(num_rows * num).view(num_rows, num) + 50)
         parents = torch.arange(-1, num - 1).clamp(min=0).expand(num_rows, num)
-        tree = tree_of(parents, depth) if num > depth else None
+        tree = build_tree(parents, depth) if num > depth else None
 
         def part(read_B: Tensor) -> tuple[Tensor]:
             *_, logits = verify(loaded, bench.caches, rows.select(read_B, None), drafts, tree)
@@ -102,7 +102,7 @@ def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[s
         return (draft(loaded.drafter, bench.caches, selected, key, level).tokens_BN,)
 
     made = {"plain": verified(0), "verify": verified(level.num_nodes), "draft": drafted}
-    functions = {name: loaded.kernels.repeated(one) for name, one in made.items()}
+    functions = {name: loaded.kernels.make_replayable(one) for name, one in made.items()}
     times = defaultdict(list)
     for _ in range(rounds):
         for name, function in functions.items():
@@ -126,7 +126,7 @@ def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
     has the same weights, step by step in turns; medians over rounds. By load of the best level
     (``beside_best``) with the error of its mean."""
     loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
-    asked, levels = requests(TINY_MODEL, 100, MAX_TOKENS), loaded.drafter.levels(arm.depth)
+    asked, levels = requests(TINY_MODEL, 100, MAX_TOKENS), loaded.drafter.draft_shapes(arm.depth)
     rates = measure(loaded, arm.depth, asked, num_rows, NUM_WARM, ROUNDS[num_rows])
 
     def by(name: str, other: str) -> list[float]:

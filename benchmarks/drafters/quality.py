@@ -11,7 +11,7 @@ from benchmarks.harness.engines import Bench
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import REJECTION, RELAXED, STRICT, TYPICAL, Request, Speculation
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Segment, pack
+from tandem.model.network.batch import Segment, pack_segments
 from training.corpus import BOS_ID, EOS_ID
 
 HOT = 0.8
@@ -73,8 +73,8 @@ def nats(loaded: LoadedModel, asked: list[Request], texts: list[list[int]]) -> f
     for request, tokens in zip(asked, texts, strict=True):
         ids = [*request.prompt_ids, *tokens]
         pages = list(range(1, 2 - -len(ids) // PAGE_SIZE))
-        caches = loaded.allocate(len(pages) + 1, PAGE_SIZE)
-        batch = pack([Segment(ids[:-1], 0, pages)], PAGE_SIZE, loaded.device)
+        caches = loaded.allocate_caches(len(pages) + 1, PAGE_SIZE)
+        batch = pack_segments([Segment(ids[:-1], 0, pages)], PAGE_SIZE, loaded.device)
         hidden = loaded.network(batch, caches)[0, len(request.prompt_ids) - 1 :]
         log_p = loaded.network.logits(hidden).log_softmax(-1)
         total -= float(log_p.gather(1, torch.tensor(tokens)[:, None]).sum())

@@ -18,7 +18,7 @@ def run(device: Device, say: Say) -> None:
             read_B, times = torch.arange(num_rows, device=device.kind), {}
             parts = parts_of(loaded, batch.rows, batch.caches, num_rows)
             for part, function in parts.items():
-                repeated = loaded.kernels.repeated(function)
+                repeated = loaded.kernels.make_replayable(function)
                 times[part] = device.time_s(lambda: repeated(read_B))  # noqa: B023
         plain = times["verify 0"]
         draft = (times[f"draft {MAX_DRAFTS}"] - times["draft 1"]) / (MAX_DRAFTS - 1)

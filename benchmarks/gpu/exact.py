@@ -38,7 +38,7 @@ def run(device: Device, say: Say) -> None:
                 as_on_a_cpu=as_on_a_cpu,
                 forms_equal=forms_equal,
                 runs_equal=runs_equal,
-                form=loaded.form,
+                form=loaded.exec_mode,
             )
     found = waits(load(TINY_MODEL, "model.dtype=bfloat16", *sets), device)
     say("waits of the host", is_right=not found, found=found)
@@ -54,7 +54,7 @@ def requests(num: int) -> list[Request]:
 def answers(
     loaded: LoadedModel, asked: list[Request], num_drafts: int, is_captured: bool
 ) -> tuple[list[tuple[list[int], str]], list[torch.Tensor]]:
-    loaded.dispatch.why_eager = "" if is_captured else "to be compared"
+    loaded.dispatch.eager_reason = "" if is_captured else "to be compared"
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=len(asked), page_size=64, num_pages=400)
     while bench.decode.has_work():
         bench.decode.step()
@@ -71,7 +71,7 @@ def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 def waits(loaded: LoadedModel, device: Device) -> str:
     """What torch says of the first wait in a step of each form; nothing if there is none."""
     for is_captured in (False, True):
-        loaded.dispatch.why_eager = "" if is_captured else "to be compared"
+        loaded.dispatch.eager_reason = "" if is_captured else "to be compared"
         bench = Bench(loaded, num_drafts=3, max_rows=4, page_size=64)
         while bench.decode.has_work():
             bench.decode.step()
@@ -89,7 +89,10 @@ def waits(loaded: LoadedModel, device: Device) -> str:
 
 def is_made_beside(loaded: LoadedModel) -> bool:
     """While another stream is busy, as one is with a transfer whose other end waits for us."""
-    program, x = loaded.kernels.repeated(lambda x: (x + 1,)), torch.ones(8, device=loaded.device)
+    program, x = (
+        loaded.kernels.make_replayable(lambda x: (x + 1,)),
+        torch.ones(8, device=loaded.device),
+    )
     program(x)
     over = torch.cuda.Event()
     with torch.cuda.stream(torch.cuda.Stream(priority=-1)):

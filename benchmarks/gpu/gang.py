@@ -14,7 +14,7 @@ from benchmarks.harness.engines import Bench, load
 from tandem.core.config import TINY_MODEL
 from tandem.core.placement import Placement
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.dispatch.gathered import Gathered
+from tandem.model.network.dispatch.all_gather import AllGatherDispatch
 from tandem.model.network.moe import MoE
 from tandem.runtime.gang.collectives import Collectives, connect
 
@@ -29,8 +29,8 @@ def run(device: Device, say: Say) -> None:
     captured, captured_bits = answers(spread, asked, 3, is_captured=not device.is_rehearsal)
     forms_equal = eager == captured and same(eager_bits, captured_bits)
     as_alone = sum(a == b for a, b in zip(eager, alone, strict=True)) / len(asked)
-    right = forms_equal and (spread.form == loaded.form or device.is_rehearsal)
-    say("bfloat16, n = 3", is_right=right, as_alone=as_alone, form=spread.form)
+    right = forms_equal and (spread.exec_mode == loaded.exec_mode or device.is_rehearsal)
+    say("bfloat16, n = 3", is_right=right, as_alone=as_alone, form=spread.exec_mode)
     bench = Bench(spread, num_drafts=3, max_rows=len(asked), page_size=64)
     while bench.decode.has_work():
         bench.decode.step()
@@ -43,9 +43,9 @@ def run(device: Device, say: Say) -> None:
 def spread_over(group: Collectives, loaded: LoadedModel, device: Device) -> LoadedModel:
     """The same weights, with experts behind the ``group``."""
     config, parts = loaded.config, [loaded.network, getattr(loaded.drafter, "_layer", None)]
-    placement = Placement.plain(config.num_moe_layers, config.n_routed_experts, group.num_ranks)
-    dispatch = Gathered(placement, group.rank, device.kind, is_static=True)
-    dispatch.join(group)
+    placement = Placement.in_order(config.num_moe_layers, config.n_routed_experts, group.num_ranks)
+    dispatch = AllGatherDispatch(placement, group.rank, device.kind, is_static=True)
+    dispatch.set_group(group)
     for module in chain.from_iterable(part.modules() for part in parts if part is not None):
         if isinstance(module, MoE):
             module.dispatch = dispatch

@@ -20,7 +20,7 @@ def run(device: Device, say: Say) -> None:
     loaded = random_model(name, device.kind, torch.bfloat16, with_mtp=True)
     num_pages = -(-num_tokens // PAGE_SIZE)
     pool = PagePool(1 + num_pages, PAGE_SIZE)
-    memory = loaded.allocate(pool.num_pages, PAGE_SIZE)
+    memory = loaded.allocate_caches(pool.num_pages, PAGE_SIZE)
     caches = PagedCaches(memory, pool, loaded.dtype_name, loaded.config.identity())
     pages = [1 + int(page) for page in torch.randperm(num_pages)]
     for group in caches.layout.groups:

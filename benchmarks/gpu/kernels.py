@@ -17,9 +17,16 @@ from benchmarks.harness.blocks import dense, random_blocks
 from tandem.core.request import SamplingParams
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import create_kernels
-from tandem.model.kernels.base import BLOCK, PLAIN, Attention, Blocks, Kernels, Weights
+from tandem.model.kernels.base import (
+    BLOCK,
+    TORCH_KERNELS,
+    AttentionMetadata,
+    Fp8BlockWeight,
+    Kernels,
+    Weights,
+)
 from tandem.model.network.batch import Segments
-from tandem.model.network.moe import routing
+from tandem.model.network.moe import routing_of
 from tandem.model.sampling.sampler import SamplingRows
 
 PAGE_SIZE = 64
@@ -43,7 +50,7 @@ def run(device: Device, say: Say) -> None:
             _routing(device, say, name, config, kernels, num_tokens)
             _rows(device, say, name, config, kernels, num_tokens)
             _sampling(device, say, name, config, kernels, num_tokens)
-        if kernels.reads_blocks:
+        if kernels.supports_fp8_blocks:
             quantising = create_kernels("auto", config, device.kind, quantises=True)
             forms = [("by rows as they are", kernels), ("by FP8 rows", quantising)]
             for num_tokens in (1, 32, 128, 4096):
@@ -95,10 +102,10 @@ def attention(
         own_table, own_lens = (table, lens) if is_whole else (table[rows], lens[rows])
         angles, where = (cos[flat], sin[flat]), (cache.to(kind), own_table)
         ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
-        how = Attention(*angles, True, *where, c.softmax_scale)
+        how = AttentionMetadata(*angles, True, *where, c.softmax_scale)
         return kernels.mla_attend(q[flat].to(kind), *ups, how, own_lens)
 
-    wanted = attend(PLAIN, slice(0, 1), torch.float64)
+    wanted = attend(TORCH_KERNELS, slice(0, 1), torch.float64)
     wrong = error(attend(kernels, slice(0, num_rows), BF16)[:num_q], wanted)
     work = floors.attention(c, num_rows, num_q, context)
     work += floors.product(up_k.numel() + up_v.numel(), num_rows * num_q)
@@ -122,14 +129,14 @@ def _prompt(
 
     def attend(kernels: Kernels, num_heads: int, kind: torch.dtype) -> Tensor:
         own_q, up = q[:, :num_heads].to(kind), kernels.pack(kv_b[:num_heads].to(kind))
-        how = Attention(*angles, True, cache.to(kind), pages, c.softmax_scale)
+        how = AttentionMetadata(*angles, True, cache.to(kind), pages, c.softmax_scale)
         return kernels.mla_prefill(own_q, up, how, segments, c.v_head_dim)
 
-    wrong = error(attend(kernels, heads, BF16)[:, :1], attend(PLAIN, 1, torch.float64))
+    wrong = error(attend(kernels, heads, BF16)[:, :1], attend(TORCH_KERNELS, 1, torch.float64))
     pairs = num_tokens * (num_tokens + 1) / 2
     work = Work(0, 2 * heads * (c.qk_head_dim + c.v_head_dim) * pairs)
     work += floors.product(kv_b.numel(), num_tokens)
-    torchs = 1e6 * device.cold_s(lambda: attend(PLAIN, heads, BF16))
+    torchs = 1e6 * device.cold_s(lambda: attend(TORCH_KERNELS, heads, BF16))
     what = f"{name}, attention of a prompt of {num_tokens}, torch's {torchs:.0f} us"
     _tell(device, say, what, lambda: attend(kernels, heads, BF16), work, wrong)
 
@@ -144,7 +151,7 @@ def _experts(
     slots = chosen.indices.flatten()
     some = [0, len(slots) // 2, len(slots) - 1]
     made = torch.Generator(device.kind).manual_seed(1)
-    for kind, item_bytes in (("bf16", 2), ("FP8", 1))[: 1 + kernels.reads_blocks]:
+    for kind, item_bytes in (("bf16", 2), ("FP8", 1))[: 1 + kernels.supports_fp8_blocks]:
         given: Any = tuple(
             random_blocks(num_slots, *shape, made)
             if kind == "FP8"
@@ -152,7 +159,7 @@ def _experts(
             for shape in ((2, width, dim), (1, dim, width))
         )
         packed = kernels.pack_experts(*given)
-        run = partial(kernels.experts, x, None, slots, *packed)
+        run = partial(kernels.fused_experts, x, None, slots, *packed)
         of = [(x[i // c.num_experts_per_tok], int(slots[i])) for i in some]
         wanted = torch.stack([_one(x_D, slot, *given) for x_D, slot in of])
         num_weights = 3 * dim * width
@@ -170,14 +177,14 @@ def dense_fp8(
     num_tokens: int,
 ) -> None:
     """The output projection, of rows as they are, or as prefill does of rows in FP8."""
-    from tandem.model.kernels.gpu.products import quantised
+    from tandem.model.kernels.gpu.products import quantise
 
     width, num_out = config.num_attention_heads * config.v_head_dim, config.hidden_size
     made = torch.Generator(device.kind).manual_seed(1)
     blocks = random_blocks(1, 1, num_out, width, made)
-    packed, x = Blocks(blocks.values[0], blocks.scales[0]), draw(device, num_tokens, width)
+    packed, x = Fp8BlockWeight(blocks.values[0], blocks.scales[0]), draw(device, num_tokens, width)
     matrix = dense(blocks, 1, 0)
-    values, scales = quantised(x, by_powers=False)
+    values, scales = quantise(x, power_of_2_scales=False)
     in_fp8 = values.double() * scales.double().repeat_interleave(BLOCK, 1)[:, :width]
     for how, own in forms:
         rows = in_fp8 if how == "by FP8 rows" else x.double()
@@ -190,7 +197,7 @@ def dense_fp8(
 def _one(x_D: Tensor, slot: int, w1: Weights, w2: Weights) -> Tensor:
     """In fp64."""
     up, down = (
-        dense(one, num_parts, slot) if isinstance(one, Blocks) else one[slot].double()
+        dense(one, num_parts, slot) if isinstance(one, Fp8BlockWeight) else one[slot].double()
         for one, num_parts in ((w1, 2), (w2, 1))
     )
     gate, up = (up @ x_D.double()).chunk(2)
@@ -203,10 +210,10 @@ def _routing(
     x = draw(device, num_tokens, config.hidden_size)
     weight = draw(device, config.n_routed_experts, config.hidden_size, scale=0.05)
     bias = torch.rand(config.n_routed_experts, device=device.kind) * 0.1
-    told = bias if config.topk_method == "noaux_tc" else None, routing(config)
+    told = bias if config.topk_method == "noaux_tc" else None, routing_of(config)
     packed = kernels.pack(weight)
     ids, weights = kernels.route(x, packed, *told)
-    wanted_ids, wanted = PLAIN.route(x.double(), weight.double(), *told)
+    wanted_ids, wanted = TORCH_KERNELS.route(x.double(), weight.double(), *told)
     same = float((ids == wanted_ids).float().mean())
     work = floors.product(weight.numel(), num_tokens)
     what = f"{name}, routing, {num_tokens} tokens, {same:.4f} chosen alike"
@@ -222,7 +229,7 @@ def _rows(
     weight, num_chosen = draw(device, config.hidden_size), config.num_experts_per_tok
     out = draw(device, num_tokens, num_chosen, config.hidden_size)
     given = out, torch.rand(num_tokens, num_chosen, device=device.kind), one
-    summed = PLAIN.combine(out.double(), *given[1:]).to(BF16)
+    summed = TORCH_KERNELS.combine(out.double(), *given[1:]).to(BF16)
 
     def after_attention() -> tuple[Tensor, Tensor]:
         return kernels.add_rms_norm(x, one, weight, 1e-6)
@@ -248,7 +255,7 @@ def _sampling(
     for top_p in (1.0, 0.95):
         settings = [SamplingParams(temperature=1.0, top_p=top_p, seed=i) for i in range(num_rows)]
         rows = SamplingRows.of(settings, device.kind)
-        run = partial(kernels.drawn, logits, rows, indices)
-        wrong = float((run() != PLAIN.drawn(logits, rows, indices)).float().mean())
+        run = partial(kernels.sample_tokens, logits, rows, indices)
+        wrong = float((run() != TORCH_KERNELS.sample_tokens(logits, rows, indices)).float().mean())
         work = Work(4 * logits.numel(), 0)
         _tell(device, say, f"{name}, sampling, top-p {top_p}, {num_rows} rows", run, work, wrong)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
-from tandem.model.kernels.gpu.kernels import Triton
+from tandem.model.kernels.gpu.kernels import TritonKernels
 
 NUM_PROCESSORS = 132
 """Of an H100 and H200."""
@@ -33,14 +33,14 @@ class Launch:
     is_beside: bool
 
 
-class Noted(Triton):
+class Noted(TritonKernels):
     """Kernels for a GPU with NUM_PROCESSORS; what runs beside others is told."""
 
     def __init__(self, quantises: bool = False) -> None:
         super().__init__(NUM_PROCESSORS, quantises)
         self.is_beside = False
 
-    def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         self.is_beside = True
         result = work()
         self.is_beside = False

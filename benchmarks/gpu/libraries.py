@@ -24,5 +24,5 @@ def run(device: Device, say: Say) -> None:
             name = f"{shape}, {kernels.name}"
             for size in [(2, 4, 100)] if device.is_rehearsal else ATTENTIONS:
                 attention(device, say, name, config, kernels, *size)
-            for num_tokens in (1024, 4096) if quantising.reads_blocks else ():
+            for num_tokens in (1024, 4096) if quantising.supports_fp8_blocks else ():
                 dense_fp8(device, say, name, config, [("by FP8 rows", quantising)], num_tokens)

@@ -8,7 +8,7 @@ from benchmarks.gpu.ceilings import rates
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
-from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.batch import Batch, Segment, pack_segments
 from tandem.model.network.cache import Caches
 
 PAGE_SIZE = 64
@@ -26,9 +26,9 @@ def _of(device: Device, say: Say, name: str, in_fp8: bool) -> None:
     loaded = random_model(name, *kind, with_mtp=False, in_fp8=in_fp8, quantises=in_fp8)
     for num_tokens in (100,) if device.is_rehearsal else (1024, 4096, 16384):
         num_pages = -(-num_tokens // PAGE_SIZE)
-        caches = loaded.allocate(1 + num_pages, PAGE_SIZE)
+        caches = loaded.allocate_caches(1 + num_pages, PAGE_SIZE)
         ids = torch.randint(3, loaded.config.vocab_size, (num_tokens,)).tolist()
-        batch = pack([Segment(ids, 0, range(1, num_pages + 1))], PAGE_SIZE, device.kind)
+        batch = pack_segments([Segment(ids, 0, range(1, num_pages + 1))], PAGE_SIZE, device.kind)
 
         def read(batch: Batch = batch, caches: Caches = caches) -> None:
             loaded.network.logits(loaded.network(batch, caches)[:, -1])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.checkpoint.weights import keep_blocks
+from tandem.model.checkpoint.weights import keep_fp8
 from tandem.model.drafters.base import Drafter
 from tandem.model.drafters.mtp import MtpDrafter, MtpLayer
 from tandem.model.drafters.none import NoDrafter
@@ -15,7 +15,7 @@ from tandem.model.kernels.base import Kernels
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.deepseek import DeepseekV3
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 
 YARN = {"type": "yarn", "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}
 YARN |= {"original_max_position_embeddings": 4096}
@@ -81,14 +81,14 @@ def random_model(
     parts = [network, layer] if with_mtp else [network]
     for part in parts:
         if in_fp8:
-            keep_blocks(part, lambda name: "lm_head" not in name)
+            keep_fp8(part, lambda name: "lm_head" not in name)
         _fill(part, device, dtype, generator)
     chosen = kernels or create_kernels("auto", config, device, quantises=quantises)
     drafter: Drafter = NoDrafter()
     if with_mtp:
         drafter = MtpDrafter(network, layer.eval())
-    adopt(network.eval(), chosen)
-    drafter.adopt(chosen)
+    process_weights_after_loading(network.eval(), chosen)
+    drafter.process_weights_after_loading(chosen)
     kind = (dtype, device, config.max_position_embeddings, with_mtp, None)
     return LoadedModel(config, network, drafter, dispatch, chosen, *kind)
 

@@ -16,9 +16,15 @@ from benchmarks.gpu.say import Say
 from benchmarks.gpu.shapes import random_model
 from benchmarks.harness.engines import greedy
 from tandem.core.identity import Identity
-from tandem.decode_node.planning.states import Need, Running, Size
-from tandem.decode_node.planning.step_plan import MAKE, PLAIN, SAMPLED, StepKey, StepPlan
-from tandem.decode_node.program.programs import Prepared, Programs
+from tandem.decode_node.planning.states import RequestLimits, RequestSize, RunningSequence
+from tandem.decode_node.planning.step_plan import (
+    CAPTURE,
+    GREEDY_TRAITS,
+    SAMPLED_TRAITS,
+    StepKey,
+    StepPlan,
+)
+from tandem.decode_node.program.programs import PreparedStep, Programs
 from tandem.decode_node.program.rows import Rows
 from tandem.kv_transfer.pages import PagePool
 from tandem.model.drafters.none import NoDrafter
@@ -117,33 +123,33 @@ class Steps:
     ) -> None:
         per_row = -(-(context + ROOM) // PAGE_SIZE)
         pool = PagePool(1 + num_rows * per_row, PAGE_SIZE)
-        self.caches = loaded.allocate(pool.num_pages, PAGE_SIZE)
+        self.caches = loaded.allocate_caches(pool.num_pages, PAGE_SIZE)
         for cache in (one for group in self.caches.values() for one in group):
             cache.normal_()
         self.rows = Rows(loaded, num_rows, num_drafts, pool, per_row)
         request = greedy("r", (5,) * context, ROOM, ignore_eos=True, **sampling)
         for i in range(num_rows):
             pages = list(range(1 + i * per_row, 1 + (i + 1) * per_row))
-            places = i, pages, Need(Size(context, 0, ROOM), per_row, ROOM), 1
+            places = i, pages, RequestLimits(RequestSize(context, 0, ROOM), per_row, ROOM), 1
             settings = request, frozenset[int](), num_drafts, num_drafts
-            one = Running(Identity(f"r{i}"), *places, *settings)
+            one = RunningSequence(Identity(f"r{i}"), *places, *settings)
             hidden = torch.randn(loaded.config.hidden_size, device=loaded.device)
-            self.rows.begin(one, 7 + i, hidden.to(loaded.dtype))
-        levels = loaded.drafter.levels(num_drafts)
+            self.rows.add_row(one, 7 + i, hidden.to(loaded.dtype))
+        levels = loaded.drafter.draft_shapes(num_drafts)
         self._programs = Programs(loaded, self.caches, self.rows, levels)
         catch_up = loaded.drafter.catch_up(num_drafts)
-        amount = catch_up.amount(num_drafts, catch_up.start)
-        key = StepKey(num_rows, num_drafts, amount, SAMPLED if sampling else PLAIN)
+        amount = catch_up.catch_up_width(num_drafts, catch_up.initial_backlog)
+        key = StepKey(num_rows, num_drafts, amount, SAMPLED_TRAITS if sampling else GREEDY_TRAITS)
         self._plan = StepPlan(key)
-        self._index = self.rows.index(list(range(num_rows)), num_rows)
+        self._index = self.rows.row_indices(list(range(num_rows)), num_rows)
 
     def step(self) -> Any:
-        return self._programs.run(Prepared((), self._plan, None, *self._index))
+        return self._programs.run(PreparedStep((), self._plan, None, *self._index))
 
     def capture(self) -> None:
-        self._plan = StepPlan(self._plan.key, MAKE, number=0)
-        index = self.rows.index([], self._plan.key.num_rows, is_trial=True)
-        self._programs.make(Prepared((), self._plan, None, *index))
+        self._plan = StepPlan(self._plan.key, CAPTURE, program_id=0)
+        index = self.rows.row_indices([], self._plan.key.num_rows, is_profile=True)
+        self._programs.capture_program(PreparedStep((), self._plan, None, *index))
 
 
 @contextmanager

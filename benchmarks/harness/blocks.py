@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from tandem.model.checkpoint.files import dequantise
-from tandem.model.kernels.base import BLOCK, Blocks
+from tandem.model.kernels.base import BLOCK, Fp8BlockWeight
 
 
 def random_blocks(
     num_slots: int, num_parts: int, rows: int, columns: int, made: torch.Generator
-) -> Blocks:
+) -> Fp8BlockWeight:
     """Each of ``num_parts``, gate and up or one, has ``rows`` and scales of its own."""
     device = made.device
     shape = num_slots, num_parts * -(-rows // BLOCK), -(-columns // BLOCK)
@@ -17,10 +17,10 @@ def random_blocks(
     values = torch.empty(num_slots, num_parts * rows, columns, device=device, dtype=torch.bfloat16)
     for one in values:
         one.normal_(generator=made)
-    return Blocks(values.to(torch.float8_e4m3fn), scales)
+    return Fp8BlockWeight(values.to(torch.float8_e4m3fn), scales)
 
 
-def dense(packed: Blocks, num_parts: int, slot: int) -> Tensor:
+def dense(packed: Fp8BlockWeight, num_parts: int, slot: int) -> Tensor:
     """One expert's matrix in fp64, by the loader's own way."""
     values, scales = packed.values[slot].chunk(num_parts), packed.scales[slot].chunk(num_parts)
     parts = zip(values, scales, strict=True)

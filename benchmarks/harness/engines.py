@@ -13,10 +13,15 @@ from tandem.core.identity import Identity
 from tandem.core.info import COLOCATED, DECODE
 from tandem.core.membership import RankSpec
 from tandem.core.request import Request, SamplingParams, SequenceUpdate, Speculation, TokenFrame
-from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.core.stopping import remaining_budget, stop_ids, truncate_at_stop
 from tandem.decode_node.engine import DecodeEngine
-from tandem.decode_node.planning.lengths import BatchSize, Costs, DraftLength, most_wanted
-from tandem.decode_node.planning.states import Running, Size
+from tandem.decode_node.planning.draft_length import (
+    BatchSize,
+    DraftLengthPolicy,
+    StepCostModel,
+    choose_largest,
+)
+from tandem.decode_node.planning.states import RequestSize, RunningSequence
 from tandem.decode_node.planning.step_plan import Proposal, StepPlan
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.kv_transfer.pages import PagePool
@@ -36,9 +41,9 @@ class IdleFirst:
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
 
-    def __call__(self, costs: Costs, batch: BatchSize, wanted: Items[int]) -> int:
+    def __call__(self, costs: StepCostModel, batch: BatchSize, wanted: Items[int]) -> int:
         self._num_left -= 1
-        return 0 if self._num_left >= 0 else most_wanted(costs, batch, wanted)
+        return 0 if self._num_left >= 0 else choose_largest(costs, batch, wanted)
 
 
 class Held:
@@ -47,13 +52,13 @@ class Held:
     def __init__(self, level: int) -> None:
         self._level = level
 
-    def __call__(self, costs: Costs, batch: BatchSize, wanted: Items[int]) -> int:
+    def __call__(self, costs: StepCostModel, batch: BatchSize, wanted: Items[int]) -> int:
         return self._level
 
 
-def planner_of(loaded: LoadedModel, most_depth: int, length: DraftLength) -> StepPlanner:
+def planner_of(loaded: LoadedModel, max_depth: int, length: DraftLengthPolicy) -> StepPlanner:
     """Batches are not padded, nothing is measured."""
-    levels, catch_up = loaded.drafter.levels(most_depth), loaded.drafter.catch_up(most_depth)
+    levels, catch_up = loaded.drafter.draft_shapes(max_depth), loaded.drafter.catch_up(max_depth)
     return StepPlanner(tuple(range(1, 65)), levels, length, catch_up)
 
 
@@ -75,7 +80,7 @@ class Bench:
     measures: bool = False
     buckets: tuple[int, ...] | None = None
     planner: Planner[Proposal, StepPlan] | None = None
-    length: DraftLength | None = None
+    length: DraftLengthPolicy | None = None
     firsts: dict[str, int] = field(default_factory=dict)
     frames: list[TokenFrame] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
@@ -85,7 +90,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.num_torch_threads = torch.get_num_threads()
         self.pool = PagePool(self.num_pages, self.page_size)
-        self.caches = self.loaded.allocate(self.num_pages, self.page_size)
+        self.caches = self.loaded.allocate_caches(self.num_pages, self.page_size)
         for cache in self.all_caches():
             cache[0] = POISON
         spec, config = RankSpec("both", COLOCATED, 1), self._config()
@@ -98,7 +103,7 @@ class Bench:
         self.prefill = PrefillEngine(parts, self.progress.append, self.failed.__setitem__)
         self.decode = DecodeEngine(
             parts,
-            on_frame=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
+            on_updates=lambda updates: self.frames.append(TokenFrame(tuple(updates))),
             on_grant=lambda _: None,
             planner=planner,
         )
@@ -134,9 +139,9 @@ class Bench:
         for request in requests:
             identity = self.identities[request.request_id] = Identity(request.request_id)
             num_output = len(request.output_ids)
-            size = Size(len(request.prompt_ids), num_output, request.sampling.max_tokens)
-            self.decode.ask(identity, size)
-            pages[identity] = self.decode.scheduler.held(identity).pages
+            size = RequestSize(len(request.prompt_ids), num_output, request.sampling.max_tokens)
+            self.decode.enqueue(identity, size)
+            pages[identity] = self.decode.scheduler.get_grant(identity).pages
             self.prefill.scheduler.admit(identity, request)
         started: dict[str, tuple[int, str | None]] = {}
         num_seen = len(self.progress)
@@ -151,7 +156,7 @@ class Bench:
                 if done.first_token is not None:
                     identity = done.sequence.identity
                     first = self.firsts.get(identity.request_id, done.first_token)
-                    self._copy(done.sequence.pages, pages[identity], done.sequence.num_done)
+                    self._copy(done.sequence.pages, pages[identity], done.sequence.num_computed)
                     self.prefill.scheduler.drop(identity)
                     reason = self._activate(replace(done, first_token=first))
                     started[identity.request_id] = first, reason
@@ -163,14 +168,14 @@ class Bench:
         """Why it is over already, if it is."""
         request, sampling = done.sequence.request, done.sequence.request.sampling
         assert done.first_token is not None
-        budget = num_budget(
+        budget = remaining_budget(
             len(request.prompt_ids),
             len(request.output_ids),
             sampling.max_tokens,
             self.loaded.max_model_len,
         )
         stops = stop_ids(sampling, self.loaded.config.eos_token_ids)
-        _, reason = cut((done.first_token,), stops, budget)
+        _, reason = truncate_at_stop((done.first_token,), stops, budget)
         if reason is not None:
             self.decode.drop(done.sequence.identity)
         else:
@@ -201,9 +206,9 @@ class Bench:
             answers[name] = (ids + list(update.token_ids), reason)
         return [answers[r.request_id] for r in requests]  # type: ignore[misc]
 
-    def sequence(self, request_id: str) -> Running:
+    def sequence(self, request_id: str) -> RunningSequence:
         sequence = self.decode.scheduler.sequences[self.identities[request_id]]
-        assert isinstance(sequence, Running)
+        assert isinstance(sequence, RunningSequence)
         return sequence
 
     def drop(self, request_id: str) -> bool:

@@ -58,22 +58,24 @@ BASE: dict[str, Any] = {
 
 
 def write_tiny(
-    folder: Path, *, seed: int, num_mtp: int | None = None, **overrides: Any
+    folder: Path, *, seed: int, num_mtp_layers: int | None = None, **overrides: Any
 ) -> ModelConfig:
     """Write config.json and model.safetensors; with fewer MTP layers than config.json promises,
-    as re-quantised copies are, if ``num_mtp`` says so."""
+    as re-quantised copies are, if ``num_mtp_layers`` says so."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(BASE | overrides))
     config = ModelConfig.from_dir(folder)
-    save_file(random_tensors(config, seed, num_mtp), folder / "model.safetensors")
+    save_file(random_tensors(config, seed, num_mtp_layers), folder / "model.safetensors")
     return config
 
 
-def random_tensors(config: ModelConfig, seed: int, num_mtp: int | None = None) -> dict[str, Tensor]:
+def random_tensors(
+    config: ModelConfig, seed: int, num_mtp_layers: int | None = None
+) -> dict[str, Tensor]:
     """All tensors of a checkpoint under their names on disk, fp32."""
     generator = torch.Generator().manual_seed(seed)
-    num_mtp = config.num_nextn_predict_layers if num_mtp is None else num_mtp
-    num_layers = config.num_hidden_layers + num_mtp
+    num_mtp_layers = config.num_nextn_predict_layers if num_mtp_layers is None else num_mtp_layers
+    num_layers = config.num_hidden_layers + num_mtp_layers
     shapes = {
         "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
         "model.norm.weight": (config.hidden_size,),
@@ -144,8 +146,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """transformers' model of the checkpoint, its MTP keys made findable (spec §5)."""
     config = ModelConfig.from_dir(folder)
-    first, num_mtp = config.num_hidden_layers, config.num_nextn_predict_layers
-    patterns = [rf"model\.layers\.{i}\..*" for i in range(first, first + num_mtp)]
+    first, num_mtp_layers = config.num_hidden_layers, config.num_nextn_predict_layers
+    patterns = [rf"model\.layers\.{i}\..*" for i in range(first, first + num_mtp_layers)]
     DeepseekV3ForCausalLM._keys_to_ignore_on_load_unexpected = patterns
     # torch's grouped product, which transformers prefers for experts, has no float64.
     experts = {"experts_implementation": "eager"} if dtype == torch.float64 else {}

@@ -9,7 +9,7 @@ from operator import attrgetter
 
 from benchmarks.harness.engines import Bench
 from tandem.core.request import Request
-from tandem.decode_node.planning.lengths import Costs, DraftLength, adaptive
+from tandem.decode_node.planning.draft_length import DraftLengthPolicy, StepCostModel, adaptive
 from tandem.decode_node.planning.step_plan import Proposal, StepPlan
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.model.loaded import LoadedModel
@@ -49,9 +49,9 @@ class Engine:
         self.decide, self._is_new = planner._decide, False
         planner._decide = self._plan
 
-    def choose(self, length: DraftLength, costs: Costs) -> None:
+    def choose(self, length: DraftLengthPolicy, costs: StepCostModel) -> None:
         """That way from now on. The table of programs remains the engine's."""
-        self.decide._length, self.decide._costs, self._is_new = length, costs, True
+        self.decide._draft_length, self.decide._costs, self._is_new = length, costs, True
 
     def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
         """What is reported first of a new way is of a step of another's."""
@@ -85,15 +85,15 @@ class Engine:
 class Arm:
     """One way to choose the length, in one engine after the other; what it has learned lasts."""
 
-    def __init__(self, length: DraftLength, engine: Engine) -> None:
-        self._length, self.costs = length, engine.decide._costs
+    def __init__(self, length: DraftLengthPolicy, engine: Engine) -> None:
+        self._draft_length, self.costs = length, engine.decide._costs
         self.rates: list[float] = []
         self.num_tokens, self.spent_s = 0, 0.0
         self.sit(engine)
 
     def sit(self, engine: Engine) -> None:
         self.engine = engine
-        engine.choose(self._length, self.costs)
+        engine.choose(self._draft_length, self.costs)
 
     def step(self) -> None:
         num, spent_s = self.engine.step()

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from benchmarks.harness.turns import adaptive_arm
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 from tandem.core.request import Request
-from tandem.model.drafters.base import Drafter, Drafts, Own, View
+from tandem.model.drafters.base import DraftContext, Drafter, DrafterState, Drafts
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import Caches
 
@@ -28,8 +28,15 @@ class Wrong:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        drafts = self._inner.draft(own, view, level, amount, caches)
+    def draft(
+        self,
+        state: DrafterState,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        drafts = self._inner.draft(state, context, draft_shape, catch_up_width, caches)
         return drafts._replace(tokens_BN=(drafts.tokens_BN + self.shift_1) % self._vocab_size)
 
 
@@ -45,8 +52,8 @@ def changed(
         if step == NUM_BEFORE:
             wrong.shift_1.fill_(0)
         arm.step()
-        size = arm.costs.of_size(num_rows, arm.engine.num_context)
-        lengths.append(size.current)
+        size = arm.costs.bucket_costs(num_rows, arm.engine.num_context)
+        lengths.append(size.current_shape)
     after = statistics.mode(lengths[-200:])
     times = zip(arm.costs.expected_tokens(), size.step_s, strict=True)
     worth = [by_depth[-1] / step_s for by_depth, step_s in times]

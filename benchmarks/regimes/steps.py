@@ -15,7 +15,7 @@ from benchmarks.regimes.fit import NONE
 from tandem.cluster.bench.speculation import fitted_acceptance
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import Request, SamplingParams
-from tandem.decode_node.planning.lengths import Costs
+from tandem.decode_node.planning.draft_length import StepCostModel
 
 MTP, FREE, BUDGETS = "mtp", "ngram", (4, 16)
 SELF = tuple(f"self {budget}" for budget in BUDGETS)
@@ -101,7 +101,7 @@ def taken(num_rows: int, context: int, num_rounds: int, num_threads: int) -> dic
 
 
 def hold(engine: Engine, num: int) -> None:
-    engine.choose(Held(num), Costs.unknown(engine.decide._levels))
+    engine.choose(Held(num), StepCostModel.unprofiled(engine.decide._levels))
 
 
 def turn(engine: Engine, num: int) -> Taken:

@@ -17,12 +17,12 @@ from benchmarks.harness.exact import MARGIN, near_ties
 from benchmarks.harness.tiny import reference_logits
 from benchmarks.soak.load import Answer
 from benchmarks.soak.plans import Plan
-from tandem.cluster.gateway.fan_out import expand
+from tandem.cluster.gateway.fan_out import split_request
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import Request, SamplingParams, TokenBias
 from tandem.core.stopping import stop_ids
 from tandem.model.sampling.adjust import adjust, no_rules, set_rules
-from tandem.model.sampling.sampler import PLAIN_SAMPLER, SamplingRows, gumbel
+from tandem.model.sampling.sampler import TORCH_SAMPLER, SamplingRows, gumbel
 from tandem.text.tokenizer import Tokenizer
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
@@ -129,7 +129,7 @@ def to_request(answer: Answer) -> Request:
     options["stop"] = tuple(options.get("stop", ()))
     options.setdefault("seed", 0)
     request = Request(answer.plan.name, tuple(answer.plan.ids), sampling=SamplingParams(**options))
-    return expand(request)[answer.index]
+    return split_request(request)[answer.index]
 
 
 def score_ties(
@@ -165,5 +165,5 @@ def _scores(
     if sampling.temperature == 0:
         return logits_1V[0]
     rows = SamplingRows.of([sampling], device)
-    [log_p_1V] = PLAIN_SAMPLER.filtered_log_probs(logits_1V.unsqueeze(1), rows)
+    [log_p_1V] = TORCH_SAMPLER.filtered_log_probs(logits_1V.unsqueeze(1), rows)
     return (log_p_1V + gumbel(rows.seed_B, index_1, logits_V.shape[0]))[0]

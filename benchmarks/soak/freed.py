@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tandem.cluster.gateway.handles import Handle
-from tandem.core.control import Control, Done
+from tandem.cluster.gateway.handles import RankHandle
+from tandem.core.control import Control, Empty
 from tandem.core.errors import TandemError
 from tandem.core.identity import Identity
 from tandem.core.schema import decode, pack, unpack
@@ -28,7 +28,7 @@ class Freed:
     when the pages are free. Who holds nothing yet, such as a queued request's nodes, is left out.
     """
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[RankHandle]) -> None:
         self._controls: dict[str, Control] = {}
         self._ended_at: dict[str, float] = {}
         self._stepped_at: dict[tuple[str, str], float] = {}
@@ -63,7 +63,7 @@ class Freed:
     async def _release(self, name: str, node: str, identity: Identity) -> None:
         control = self._controls[node]
         try:
-            while decode(Done, await control.call("renew", pack(identity))):
+            while decode(Empty, await control.call("renew", pack(identity))):
                 await asyncio.sleep(POLL_S)
         except TandemError:
             await control.call("ping", b"")
@@ -83,7 +83,7 @@ class Freed:
 
 
 class _Watched(Control):
-    def __init__(self, handle: Handle, freed: Freed) -> None:
+    def __init__(self, handle: RankHandle, freed: Freed) -> None:
         self._node = handle.info.spec.label
         self._control = handle.control
         self._freed = freed

@@ -65,7 +65,7 @@ async def one_kill(
 ) -> tuple[list[float], float, float]:
     """The gaps of all streams from the kill on; the moment until which a pair was lost, and until
     all were back."""
-    num_pairs = len(gateway.fleet.usable())
+    num_pairs = len(gateway.fleet.usable_pairs())
     async with AsyncClient(address) as client:
         streams = [Stream(client, prompt, num_tokens) for prompt in prompts]
         while any(stream.num_tokens < num_tokens // 4 for stream in streams):
@@ -76,7 +76,7 @@ async def one_kill(
             os.kill(victim, signal.SIGKILL)
         await asyncio.gather(*(stream.task for stream in streams))
         assert all(stream.num_tokens == num_tokens for stream in streams)
-    while len(gateway.fleet.usable()) < num_pairs:
+    while len(gateway.fleet.usable_pairs()) < num_pairs:
         await asyncio.sleep(LOOK_S)
     return [stream.gap_s(killed_at) for stream in streams], killed_at, time.monotonic()
 

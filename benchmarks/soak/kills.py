@@ -43,7 +43,7 @@ SETS = (
 )
 NUM_PROMPTS, MAX_PROMPT, NUM_TOKENS = 24, 200, 120
 LOOK_S = 0.02
-CLASSES = {PREFILL: "PrefillActor", DECODE: "DecodeActor"}
+CHAIN_DRAFTERS = {PREFILL: "PrefillActor", DECODE: "DecodeActor"}
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Asked:
 
 async def watch(gateway: ClusterGateway, gaps: Gaps) -> None:
     while True:
-        for kind in CLASSES:
+        for kind in CHAIN_DRAFTERS:
             gaps.note(kind, any(rank.liveness.is_well for rank in gateway.fleet.of_kind(kind)))
         gaps.note("pair", gateway.is_healthy())
         await asyncio.sleep(LOOK_S)
@@ -103,7 +103,7 @@ class Killer:
     its lives."""
 
     def __init__(self, one: bool, seed: int) -> None:
-        self._spared = actors(os.getpid(), CLASSES[DECODE])[1:] if one else None
+        self._spared = actors(os.getpid(), CHAIN_DRAFTERS[DECODE])[1:] if one else None
         self._random = random.Random(seed)
 
     async def kill(self) -> str:
@@ -117,9 +117,9 @@ class Killer:
 
     def _found(self) -> list[tuple[int, str]]:
         if self._spared is not None:
-            pids = actors(os.getpid(), CLASSES[DECODE])
+            pids = actors(os.getpid(), CHAIN_DRAFTERS[DECODE])
             return [(pid, "decode-0") for pid in pids if pid not in self._spared]
-        classes = CLASSES.values()
+        classes = CHAIN_DRAFTERS.values()
         return [(pid, name) for name in classes for pid in actors(os.getpid(), name)]
 
 
@@ -127,7 +127,7 @@ async def back_after(gateway: ClusterGateway, within_s: float) -> float | None:
     """Seconds until every pair of ranks works together again, None if they never do."""
     began_at = time.monotonic()
     while time.monotonic() - began_at < within_s:
-        if len(gateway.fleet.usable()) == 4:
+        if len(gateway.fleet.usable_pairs()) == 4:
             return time.monotonic() - began_at
         await asyncio.sleep(LOOK_S)
     return None

@@ -100,7 +100,7 @@ async def share_usable(gateway: ClusterGateway, shares: list[float]) -> None:
     """Of decode ranks, at every look."""
     num = len(gateway.fleet.of_kind(DECODE))
     while True:
-        usable = {decode.life for _, decode in gateway.fleet.usable()}
+        usable = {decode.epoch_name for _, decode in gateway.fleet.usable_pairs()}
         shares.append(len(usable) / num)
         await asyncio.sleep(LOOK_S)
 

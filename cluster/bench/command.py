@@ -13,10 +13,16 @@ from tandem.cluster.bench.experiment import Arm, Trial, speedups
 from tandem.cluster.bench.options import BenchOptions
 from tandem.cluster.bench.report import as_json, show
 from tandem.cluster.client.client import AsyncClient
-from tandem.cluster.commands.common import DEFAULT_ADDRESS, fail, own_server, run, takes
+from tandem.cluster.commands.common import (
+    DEFAULT_ADDRESS,
+    fail,
+    run_command,
+    temporary_server,
+    with_options_of,
+)
 
 
-@takes(BenchOptions)
+@with_options_of(BenchOptions)
 def bench(**values: Any) -> None:
     """Put load on a server: latency, throughput, and what drafting made of it.
 
@@ -41,7 +47,7 @@ def bench(**values: Any) -> None:
     A line of a trace:
       {"arrival_s": 0.25, "text": "def f(", "max_tokens": 64}
     """
-    run(_bench(BenchOptions(**values)))
+    run_command(_bench(BenchOptions(**values)))
 
 
 async def _bench(options: BenchOptions) -> None:
@@ -52,7 +58,7 @@ async def _bench(options: BenchOptions) -> None:
     if not options.launch:
         await _report(options.address or DEFAULT_ADDRESS, options)
         return
-    async with own_server(options.config, options.sets) as address:
+    async with temporary_server(options.config, options.sets) as address:
         await _report(address, options)
 
 
@@ -75,7 +81,7 @@ async def _report(address: str, options: BenchOptions) -> None:
     else:
         console = Console(highlight=False)
         show(console, model, arms, ratios, options)
-    _tell_failures(arms)
+    _report_failures(arms)
 
 
 async def _compare(options: BenchOptions) -> None:
@@ -88,7 +94,7 @@ async def _compare(options: BenchOptions) -> None:
         print(text, flush=True)
     else:
         compare.show(Console(highlight=False), found)
-    _tell_failures([one.arm for one in found])
+    _report_failures([one.arm for one in found])
 
 
 def _progress() -> Progress:
@@ -96,7 +102,7 @@ def _progress() -> Progress:
     return Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True))
 
 
-def _tell_failures(arms: Sequence[Arm]) -> None:
+def _report_failures(arms: Sequence[Arm]) -> None:
     """The commonest gRPC code and an example on stderr; exit code 1 if no request was answered."""
     records = [record for arm in arms for record in arm.records]
     failed = [record for record in records if record.error is not None]

@@ -13,12 +13,12 @@ from rich.table import Table
 from tandem.cluster.bench.experiment import Arm, Trial
 from tandem.cluster.bench.options import BenchOptions
 from tandem.cluster.client.client import AsyncClient
-from tandem.cluster.commands.common import own_server
+from tandem.cluster.commands.common import temporary_server
 from tandem.core.config import load
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparisonResult:
     """One cluster: the keys of its speculation, as given, and what it made of the load."""
 
     keys: str
@@ -31,37 +31,37 @@ class Compared:
         return inf if mean is None else mean.mean
 
 
-def sets_of(options: BenchOptions, keys: str) -> list[str]:
+def set_options(options: BenchOptions, keys: str) -> list[str]:
     """``--set`` items of one of them."""
     return [*(options.sets or []), *(f"speculation.{one.strip()}" for one in keys.split(","))]
 
 
-async def compare(options: BenchOptions, progress: Progress) -> list[Compared]:
+async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonResult]:
     """Each once, in order; all with the same prompts. Raises ``ValueError`` for keys that are none
     before the first cluster is begun."""
     assert options.compare, "there is something to compare"
     for keys in options.compare:
-        load(options.config, sets_of(options, keys))
-    found = []
+        load(options.config, set_options(options, keys))
+    results = []
     for keys in options.compare:
         async with (
-            own_server(options.config, sets_of(options, keys)) as address,
+            temporary_server(options.config, set_options(options, keys)) as address,
             AsyncClient(address, retry_s=0) as client,
         ):
             [arm] = await Trial(client, await client.model_info(), options, progress).run()
-            found.append(Compared(keys, arm))
-    return found
+            results.append(ComparisonResult(keys, arm))
+    return results
 
 
-def show(console: Console, found: Sequence[Compared]) -> None:
+def show(console: Console, results: Sequence[ComparisonResult]) -> None:
     """A line of each, and a verdict."""
     columns = "drafts", "tokens", "step ms", "ms/token", "p99", "tokens/s", "speed-up"
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("speculation", overflow="fold")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    first = found[0].tpot_ms
-    for one in found:
+    first = results[0].tpot_ms
+    for one in results:
         metrics, seen = one.arm.metrics, one.arm.acceptance
         tpot = metrics.tpot_ms
         values: list[float | None] = [seen.nodes_per_step, seen.accepted_length, metrics.step_ms]
@@ -74,15 +74,15 @@ def show(console: Console, found: Sequence[Compared]) -> None:
         table.add_row(keys, *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
     console.print("drafts and tokens are those of a step, speed-up that of ms/token", style="dim")
-    best = min(found, key=lambda one: one.tpot_ms)
+    best = min(results, key=lambda one: one.tpot_ms)
     if not isfinite(best.tpot_ms):
         return
-    sets = " ".join(f"--set {item}" for item in sets_of(BenchOptions(), best.keys))
+    sets = " ".join(f"--set {item}" for item in set_options(BenchOptions(), best.keys))
     console.print(f"\nfastest per token on this load, here and now: {sets}", markup=False)
     console.print("Another load (--concurrency, prompts) may have another.", style="dim")
 
 
-def as_json(options: BenchOptions, found: Sequence[Compared]) -> str:
+def as_json(options: BenchOptions, results: Sequence[ComparisonResult]) -> str:
     """``{"options", "runs": [{"keys", "metrics", "acceptance"}]}``"""
     runs = [
         {
@@ -90,6 +90,6 @@ def as_json(options: BenchOptions, found: Sequence[Compared]) -> str:
             "metrics": asdict(one.arm.metrics),
             "acceptance": asdict(one.arm.acceptance),
         }
-        for one in found
+        for one in results
     ]
     return json.dumps({"options": asdict(options), "runs": runs}, default=str)

@@ -8,11 +8,11 @@ from rich.progress import Progress
 
 from tandem.cluster.bench import speculation
 from tandem.cluster.bench.arrivals import arrival_times_s
-from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.node_use import NodeUsage
 from tandem.cluster.bench.options import BenchOptions
-from tandem.cluster.bench.runner import Generator, Record, Run
+from tandem.cluster.bench.runner import LoadGenerator, Record, Run
 from tandem.cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
-from tandem.cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
+from tandem.cluster.bench.workload import Job, RequestLengths, parse_range, random_jobs, trace_jobs
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.options import GenerateOptions
 from tandem.core.info import ModelInfo
@@ -61,9 +61,11 @@ class Trial:
     def __init__(
         self, client: AsyncClient, model: ModelInfo, options: BenchOptions, progress: Progress
     ) -> None:
-        most = max(arm or 0 for arm in options.arms)
-        if most > model.num_draft_tokens:
-            raise ValueError(f"{most} drafts: this server makes at most {model.num_draft_tokens}")
+        max_drafts = max(arm or 0 for arm in options.arms)
+        if max_drafts > model.num_draft_tokens:
+            raise ValueError(
+                f"{max_drafts} drafts: this server makes at most {model.num_draft_tokens}"
+            )
         self._client, self._options, self._progress = client, options, progress
         self._jobs = jobs_of(options, model, options.num_requests)
         num = options.warm_up
@@ -108,14 +110,14 @@ class Trial:
             acceptance=options.acceptance,
             timeout_s=options.timeout_s,
         )
-        before = NodeUse.of(await self._client.status())
-        generator = Generator(self._client, sampling, lambda: self._progress.advance(task))
+        before = NodeUsage.of(await self._client.status())
+        generator = LoadGenerator(self._client, sampling, lambda: self._progress.advance(task))
         if due_s is None:
             concurrency = options.concurrency or DEFAULT_CONCURRENCY
             run = await generator.closed_loop(jobs, concurrency, stop_s)
         else:
             run = await generator.open_loop(jobs, due_s, stop_s)
-        return replace(run, use=NodeUse.of(await self._client.status()).since(before))
+        return replace(run, use=NodeUsage.of(await self._client.status()).since(before))
 
 
 def jobs_of(
@@ -124,13 +126,13 @@ def jobs_of(
     """The workload, or another one to warm up with: of the same kind, random for a trace."""
     if options.trace is not None and not warm_up:
         return trace_jobs(options.trace, model, num, options.seed)
-    shape = Shape(
+    shape = RequestLengths(
         parse_range("--prompt-tokens", options.prompt_tokens),
         parse_range("--output-tokens", options.output_tokens),
     )
     if options.workload == "shared-prefix":
         lengths = shape.prompt_tokens, shape.output_tokens
-        shape = Shape(*lengths, options.num_prefixes, options.prefix_tokens)
+        shape = RequestLengths(*lengths, options.num_prefixes, options.prefix_tokens)
     return random_jobs(model, num, shape, options.seed, warm_up=warm_up)
 
 
@@ -153,12 +155,12 @@ def speedups(
 ) -> list[Speedups]:
     """One for each arm; without a ``cost_ratio`` it is taken from the arm with most drafts."""
     base = next((arm for arm in arms if arm.max_drafts == 0), None)
-    most = max(arms, key=lambda arm: arm.acceptance.num_drafts)
-    num_drafts = most.acceptance.num_drafts
+    deepest = max(arms, key=lambda arm: arm.acceptance.num_drafts)
+    num_drafts = deepest.acceptance.num_drafts
     if cost_ratio is None and base is not None and num_drafts:
-        step_ms, base_ms = most.metrics.step_ms, base.metrics.step_ms
+        step_ms, base_ms = deepest.metrics.step_ms, base.metrics.step_ms
         if step_ms and base_ms:
-            num_nodes = num_drafts * most.acceptance.nodes_per_depth
+            num_nodes = num_drafts * deepest.acceptance.nodes_per_depth
             cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
     return [_speedups(arm, base, cost_ratio, draft_flops_ratio) for arm in arms]
 

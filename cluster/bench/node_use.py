@@ -7,7 +7,7 @@ from tandem.core.info import PREFILL, ServerStatus
 
 
 @dataclass(frozen=True, slots=True)
-class NodeUse:
+class NodeUsage:
     """Decode steps, their seconds, those of their tensor programs, and preempted sequences.
 
     Everything of a step outside its tensor program is the host's share: choosing who runs,
@@ -20,19 +20,19 @@ class NodeUse:
     num_preempted: float = 0
 
     @classmethod
-    def of(cls, status: ServerStatus) -> "NodeUse":
+    def of(cls, status: ServerStatus) -> "NodeUsage":
         """Since the ranks were born."""
         ranks = [rank for rank in status.ranks if rank.kind != PREFILL]
         sums = {f.name: sum(rank.counters.get(f.name, 0) for rank in ranks) for f in fields(cls)}
         return cls(**sums)
 
-    def since(self, before: "NodeUse") -> "NodeUse":
+    def since(self, before: "NodeUsage") -> "NodeUsage":
         """Nothing if a rank's counters went back, as at its rebirth."""
         parts = [getattr(self, f.name) - getattr(before, f.name) for f in fields(self)]
-        return NodeUse(*parts) if min(parts) >= 0 else NodeUse()
+        return NodeUsage(*parts) if min(parts) >= 0 else NodeUsage()
 
     @classmethod
-    def total(cls, uses: Iterable["NodeUse"]) -> "NodeUse":
+    def total(cls, uses: Iterable["NodeUsage"]) -> "NodeUsage":
         uses = list(uses)
         return cls(*(sum(getattr(use, f.name) for use in uses) for f in fields(cls)))
 

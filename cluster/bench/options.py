@@ -9,9 +9,9 @@ from typing import Annotated, Literal, NoReturn
 
 from typer import Option
 
-from tandem.cluster.commands.common import DEFAULT_ADDRESS, ConfigFile, Json, ListKeys, Sets
+from tandem.cluster.commands.common import DEFAULT_ADDRESS, ConfigFile, Json, ListKeys, SetOptions
 
-_MOST, _DAY_S = 100_000, 86_400.0
+_MAX_COUNT, _DAY_S = 100_000, 86_400.0
 _load = partial(Option, rich_help_panel="Load")
 _work = partial(Option, rich_help_panel="Workload")
 _spec = partial(Option, rich_help_panel="Speculation")
@@ -30,7 +30,7 @@ class BenchOptions:
     )
     allow_remote: Annotated[bool, Option("--allow-remote", help="Load another machine.")] = False
     config: ConfigFile = None
-    sets: Sets = None
+    sets: SetOptions = None
     list_keys: ListKeys = False
 
     rate: Annotated[
@@ -43,23 +43,25 @@ class BenchOptions:
         int | None, _load(min=1, max=4096, help="Closed loop: requests in flight. Default: 8.")
     ] = None
     num_requests: Annotated[
-        int, _load(min=1, max=_MOST, help="Most requests, of each compared run.")
+        int, _load(min=1, max=_MAX_COUNT, help="Most requests, of each compared run.")
     ] = 64
     duration_s: Annotated[
         float, _load(min=1e-3, max=_DAY_S, help="No request is sent later, in all.")
     ] = 300.0
     timeout_s: Annotated[float, _load(min=1e-3, max=_DAY_S, help="Of each request.")] = 120.0
     warm_up: Annotated[
-        int, _load(min=0, max=_MOST, help="Requests sent first and not counted.")
+        int, _load(min=0, max=_MAX_COUNT, help="Requests sent first and not counted.")
     ] = 4
 
     workload: Annotated[Literal["random", "shared-prefix", "trace"], _work()] = "random"
     prompt_tokens: Annotated[str, _work(metavar="LOW:HIGH", help="After a prefix.")] = "64:256"
     output_tokens: Annotated[str, _work(metavar="LOW:HIGH")] = "32:96"
-    num_prefixes: Annotated[int, _work(min=1, max=_MOST, help="How many prefixes are shared.")] = 4
-    prefix_tokens: Annotated[int, _work(min=1, max=_MOST, help="Tokens of each shared prefix.")] = (
-        256
-    )
+    num_prefixes: Annotated[
+        int, _work(min=1, max=_MAX_COUNT, help="How many prefixes are shared.")
+    ] = 4
+    prefix_tokens: Annotated[
+        int, _work(min=1, max=_MAX_COUNT, help="Tokens of each shared prefix.")
+    ] = 256
     trace: Annotated[
         Path | None, _work(metavar="FILE", exists=True, dir_okay=False, help=_TRACE)
     ] = None
@@ -73,7 +75,9 @@ class BenchOptions:
         Literal["strict", "rejection", "rejection_greedy"],
         _spec(help="When a draft is accepted; rejection tells alpha at any temperature."),
     ] = "strict"
-    max_drafts: Annotated[int | None, _spec(min=0, max=_MOST, help="Most drafts per step.")] = None
+    max_drafts: Annotated[
+        int | None, _spec(min=0, max=_MAX_COUNT, help="Most drafts per step.")
+    ] = None
     compare_drafts: Annotated[
         str | None, _spec(metavar="0,N,..", help="The same prompts with each, interleaved.")
     ] = None
@@ -108,7 +112,7 @@ class BenchOptions:
         return [int(text) for text in self.compare_drafts.split(",")]
 
     @property
-    def tells_alpha(self) -> bool:
+    def is_alpha_known(self) -> bool:
         """What is accepted is the overlap of what tokens and drafts are drawn from."""
         return self.temperature == 0 or self.acceptance == "rejection"
 

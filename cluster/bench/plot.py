@@ -20,22 +20,22 @@ def save_plot(path: Path, title: str, arms: Sequence[Arm]) -> None:
         color = f"C{i}"
         label = "as served" if arm.max_drafts is None else f"{arm.max_drafts} drafts"
         good = [record for record in arm.records if record.error is None]
-        _share_below(first, [x for x in map(ttft_ms, good) if x is not None], label, color)
-        _share_below(per_token, [x for x in map(tpot_ms, good) if x is not None], label, color)
+        _plot_cdf(first, [x for x in map(ttft_ms, good) if x is not None], label, color)
+        _plot_cdf(per_token, [x for x in map(tpot_ms, good) if x is not None], label, color)
         _tokens_over_time(tokens, arm, label, color)
         shares = arm.acceptance.per_position
         if shares:
             drafts.plot(range(1, len(shares) + 1), shares, marker="o", label=label, color=color)
-    _name(first, "time to first token", "ms", "share of answers")
-    _name(per_token, "time per output token", "ms", "share of answers")
-    _name(tokens, "output tokens received", "s", "tokens")
-    _name(drafts, "drafts accepted", "position", "share of drafts")
+    _label_axes(first, "time to first token", "ms", "share of answers")
+    _label_axes(per_token, "time per output token", "ms", "share of answers")
+    _label_axes(tokens, "output tokens received", "s", "tokens")
+    _label_axes(drafts, "drafts accepted", "position", "share of drafts")
     drafts.set_ylim(0, 1)
     drafts.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)
 
 
-def _share_below(axes: Any, values: list[float], label: str, color: str) -> None:
+def _plot_cdf(axes: Any, values: list[float], label: str, color: str) -> None:
     if values:
         axes.ecdf(values, label=label, color=color)
 
@@ -51,7 +51,7 @@ def _tokens_over_time(axes: Any, arm: Arm, label: str, color: str) -> None:
     axes.plot([0.0, *(at for at, _ in messages)], [0, *totals], label=label, color=color)
 
 
-def _name(axes: Any, title: str, x: str, y: str) -> None:
+def _label_axes(axes: Any, title: str, x: str, y: str) -> None:
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:

@@ -54,7 +54,7 @@ def show(
         console.print(totals(arm.metrics))
     if any(arm.acceptance.num_drafts for arm in arms):
         console.print()
-        console.print(speculation_table(arms, ratios, options.tells_alpha))
+        console.print(speculation_table(arms, ratios, options.is_alpha_known))
         source = "measured here" if options.cost_ratio is None else "given"
         if ratios[0].cost_ratio is None:
             source = "unknown: give --cost-ratio or --compare-drafts"
@@ -98,13 +98,15 @@ def _steps(metrics: Metrics) -> str:
     )
 
 
-def speculation_table(arms: Sequence[Arm], ratios: Sequence[Speedups], tells_alpha: bool) -> Table:
+def speculation_table(
+    arms: Sequence[Arm], ratios: Sequence[Speedups], is_alpha_known: bool
+) -> Table:
     """The model beside the measurement, one column per arm. Trees tell no alpha."""
     table = _table("speculation", [_drafts(arm) for arm in arms], "")
     seen = [arm.acceptance for arm in arms]
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
     table.add_row("accepted by position", *shares)
-    alphas = [one.alpha if tells_alpha and one.nodes_per_depth == 1 else None for one in seen]
+    alphas = [one.alpha if is_alpha_known and one.nodes_per_depth == 1 else None for one in seen]
     rows: dict[str, Sequence[float | None]] = {
         "drafts a step": [one.nodes_per_step for one in seen],
         "accepted length, tokens/step": [one.accepted_length for one in seen],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.node_use import NodeUsage
 from tandem.cluster.bench.workload import Job
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.options import GenerateOptions
@@ -45,7 +45,7 @@ class Run:
 
     records: tuple[Record, ...]
     num_not_sent: int
-    use: NodeUse = NodeUse()
+    use: NodeUsage = NodeUsage()
 
     @property
     def duration_s(self) -> float:
@@ -53,7 +53,7 @@ class Run:
         return max((record.end_s for record in self.records), default=0.0)
 
 
-class Generator:
+class LoadGenerator:
     """Puts load on one server, once. ``on_end`` is called after every request."""
 
     def __init__(

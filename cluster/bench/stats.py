@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import fmean, quantiles
 
 from tandem.cluster.bench import speculation
-from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.node_use import NodeUsage
 from tandem.cluster.bench.runner import Record, Run
 from tandem.core.answer import SpeculationCounts
 
@@ -40,7 +40,7 @@ class Slo:
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
-    def kept_by(self, record: Record) -> bool:
+    def is_met_by(self, record: Record) -> bool:
         """An answer of one token has no time per output token, and keeps that bound."""
         pairs = ((ttft_ms(record), self.ttft_ms), (tpot_ms(record), self.tpot_ms))
         late = any(
@@ -78,7 +78,7 @@ class Metrics:
     e2e_ms: Distribution | None
     lag_ms: Distribution | None
     step_ms: float | None
-    use: NodeUse
+    use: NodeUsage
     host_share: float | None
 
 
@@ -137,7 +137,7 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
     steps = Distribution.of(gap for answer in answers for gap, _ in answer[1:])
     num_prompt = sum(one.usage.prompt for one in finished)
     num_output = sum(one.usage.completion for one in finished)
-    use = NodeUse.total(run.use for run in runs)
+    use = NodeUsage.total(run.use for run in runs)
     return Metrics(
         num_ok=len(good),
         num_sent=len(records),
@@ -145,7 +145,7 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
         errors=dict(Counter(record.code for record in records if record.code is not None)),
         duration_s=duration_s,
         requests_per_s=len(good) * per_s,
-        goodput_per_s=sum(map(slo.kept_by, good)) * per_s,
+        goodput_per_s=sum(map(slo.is_met_by, good)) * per_s,
         input_tokens_per_s=num_prompt * per_s,
         output_tokens_per_s=num_output * per_s,
         num_prompt_tokens=num_prompt,
@@ -164,7 +164,7 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
     )
 
 
-def _num_tried(counts: SpeculationCounts) -> int:
+def _num_reachable_drafts(counts: SpeculationCounts) -> int:
     """Drafts behind accepted ones."""
     drafted = counts.drafted_per_position
     before = [*drafted[:1], *counts.accepted_per_position]
@@ -182,7 +182,7 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
     num_nodes = sum(one.speculation.num_nodes for one in good)
     num_later = sum(one.usage.completion - 1 for one in good)
     length = num_later / num_steps if num_steps else None
-    num_tried = sum(map(_num_tried, (one.speculation for one in good)))
+    num_tried = sum(map(_num_reachable_drafts, (one.speculation for one in good)))
     return Acceptance(
         num_drafts=len(drafted),
         num_steps=num_steps,

@@ -22,7 +22,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestLengths:
     """Lengths in tokens, (low, high) with both ends included; 0 prefix tokens share nothing."""
 
     prompt_tokens: tuple[int, int]
@@ -59,7 +59,7 @@ def random_prompt(model: ModelInfo, num_tokens: int, rng: random.Random) -> tupl
 
 
 def random_jobs(
-    model: ModelInfo, num: int, shape: Shape, seed: int, *, warm_up: bool = False
+    model: ModelInfo, num: int, shape: RequestLengths, seed: int, *, warm_up: bool = False
 ) -> list[Job]:
     """Prompts of one of the shared prefixes, at random, and a suffix of their own.
 

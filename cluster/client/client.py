@@ -22,8 +22,8 @@ from tandem.cluster.client.options import GenerateOptions, Prompt
 from tandem.cluster.client.stream import Completion, InferenceError, StreamPlan, completions_of
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES, proxy_options
 from tandem.cluster.proto.mapping import from_proto
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES, proxy_options
 from tandem.core.answer import Piece
 from tandem.core.info import ModelInfo, ServerStatus
 
@@ -43,8 +43,8 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
 
     Build it inside the running loop. A stream that breaks is tried again until ``retry_s`` have
-    passed without a new token, UNKNOWN_S if nobody has ever answered at ``address``; ``backoff_s``
-    is the first pause before another attempt.
+    passed without a new token, UNREACHABLE_TIMEOUT_S if nobody has ever answered at ``address``;
+    ``backoff_s`` is the first pause before another attempt.
     """
 
     _open_channel: ClassVar[Any] = staticmethod(grpc.aio.insecure_channel)
@@ -56,7 +56,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         self._stub = rpc.InferenceStub(self._channel)
         self._retry_s, self._backoff_s = retry_s, backoff_s
         start = f"`tandem serve --set server.address={address}`"
-        self._unknown = f"nobody answers at {address}; start a server there with {start}"
+        self._unreachable_text = f"nobody answers at {address}; start a server there with {start}"
         """What to say as long as nobody has ever answered."""
 
     def generate(
@@ -68,7 +68,9 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         Every piece has ``text`` and ``token_ids``. Closing the generator ends the request.
         Raises ``ValueError`` at once if an option cannot be sent.
         """
-        return self._follow(StreamPlan(prompt, options, self._retry_s, self._backoff_s))
+        return self._stream_with_retries(
+            StreamPlan(prompt, options, self._retry_s, self._backoff_s)
+        )
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """The whole answer, the first of several; takes what ``generate`` takes."""
@@ -94,18 +96,18 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         return from_proto(ServerStatus, answer)
 
     async def close(self) -> None:
-        await _settled(self._channel.close())
+        await _await_if_needed(self._channel.close())
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _follow(self, plan: StreamPlan) -> AsyncGenerator[Piece, None]:
+    async def _stream_with_retries(self, plan: StreamPlan) -> AsyncGenerator[Piece, None]:
         while True:
-            call = plan.begin(self._stub)
+            call = plan.start_call(self._stub)
             failure: InferenceError | None = None
             try:
-                while (response := await _settled(self._read(call))) is not grpc.aio.EOF:
-                    self._unknown = ""
+                while (response := await _await_if_needed(self._read(call))) is not grpc.aio.EOF:
+                    self._unreachable_text = ""
                     yield plan.receive(response)
                     if plan.is_done:
                         return
@@ -113,23 +115,27 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
                 failure = await self._failure(error)
             finally:
                 call.cancel()
-            await _settled(self._sleep(plan.pause_after(failure, not self._unknown)))
+            await _await_if_needed(
+                self._sleep(plan.pause_after(failure, not self._unreachable_text))
+            )
 
     async def _call(self, method: Any, message: Any) -> Any:
         try:
-            return await _settled(method(message, timeout=CALL_TIMEOUT_S))
+            return await _await_if_needed(method(message, timeout=CALL_TIMEOUT_S))
         except grpc.RpcError as error:
             raise await self._failure(error) from error
 
     async def _failure(self, error: grpc.RpcError) -> InferenceError:
         """Says so if there is nobody at this address: every server tells its status."""
         failure = InferenceError.of(error)
-        if self._unknown and failure.code == grpc.StatusCode.UNAVAILABLE:
+        if self._unreachable_text and failure.code == grpc.StatusCode.UNAVAILABLE:
             try:
-                await _settled(self._stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_TIMEOUT_S))
-                self._unknown = ""
+                await _await_if_needed(
+                    self._stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+                )
+                self._unreachable_text = ""
             except grpc.RpcError:
-                failure.details = f"{self._unknown} ({failure.details})"
+                failure.details = f"{self._unreachable_text} ({failure.details})"
         return failure
 
 
@@ -151,39 +157,39 @@ class Client(AbstractContextManager["Client"]):
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> Generator[Piece, None, None]:
         """As ``AsyncClient.generate``, for ``for``."""
-        return _stepped(self._client.generate(prompt, **options))
+        return _iterate_blocking(self._client.generate(prompt, **options))
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
         """As ``AsyncClient.complete``."""
-        return _done(self._client.complete(prompt, **options))
+        return _run_blocking(self._client.complete(prompt, **options))
 
     def complete_all(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
         """As ``AsyncClient.complete_all``."""
-        return _done(self._client.complete_all(prompt, **options))
+        return _run_blocking(self._client.complete_all(prompt, **options))
 
     def abort(self, request_id: str) -> bool:
         """As ``AsyncClient.abort``."""
-        return _done(self._client.abort(request_id))
+        return _run_blocking(self._client.abort(request_id))
 
     def model_info(self) -> ModelInfo:
-        return _done(self._client.model_info())
+        return _run_blocking(self._client.model_info())
 
     def status(self) -> ServerStatus:
-        return _done(self._client.status())
+        return _run_blocking(self._client.status())
 
     def close(self) -> None:
-        _done(self._client.close())
+        _run_blocking(self._client.close())
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
-async def _settled(result: Any) -> Any:
+async def _await_if_needed(result: Any) -> Any:
     """What a call over either kind of channel gives."""
     return await result if inspect.isawaitable(result) else result
 
 
-def _done(coroutine: Coroutine[Any, Any, _T]) -> _T:
+def _run_blocking(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """The result of a coroutine that never suspends."""
     try:
         coroutine.send(None)
@@ -193,10 +199,10 @@ def _done(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise AssertionError("a blocking call was suspended")
 
 
-def _stepped(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
+def _iterate_blocking(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
     """The items of an async generator that never suspends; closing it closes that one."""
     try:
-        while (piece := _done(anext(pieces, None))) is not None:
+        while (piece := _run_blocking(anext(pieces, None))) is not None:
             yield piece
     finally:
-        _done(pieces.aclose())
+        _run_blocking(pieces.aclose())

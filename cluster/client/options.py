@@ -85,29 +85,29 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
 
     Raises ``ValueError`` if a value cannot be put into the message at all.
     """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    _refuse_bytes({"prompt": prompt} | given)
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    if unknown := given.keys() - GenerateOptions.__annotations__.keys():
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    _refuse_bytes({"prompt": prompt} | fields)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if unknown := fields.keys() - GenerateOptions.__annotations__.keys():
         raise ValueError(f"{sorted(unknown)}: use {', '.join(GenerateOptions.__annotations__)}")
-    if (max_tokens := given.get("max_tokens", 1)) < 1:
+    if (max_tokens := fields.get("max_tokens", 1)) < 1:
         raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
-    if given.get("temperature", 0) > 0:
-        given.setdefault("seed", secrets.randbits(63))
-    if (kind := given.get("acceptance", STRICT)) not in ACCEPTANCES:
+    if fields.get("temperature", 0) > 0:
+        fields.setdefault("seed", secrets.randbits(63))
+    if (kind := fields.get("acceptance", STRICT)) not in ACCEPTANCES:
         raise ValueError(f"acceptance={kind!r}: use one of {list(ACCEPTANCES)}")
-    given["acceptance"] = ACCEPTANCES.index(kind)
+    fields["acceptance"] = ACCEPTANCES.index(kind)
     try:
         return pb.GenerateRequest(
-            request_id=given.get("request_id") or uuid.uuid4().hex,
+            request_id=fields.get("request_id") or uuid.uuid4().hex,
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else pb.TokenIds(ids=prompt),
-            sampling=_part(pb.Sampling, given),
-            speculation=_part(pb.Speculation, given),
-            resume_token_ids=given.get("resume_token_ids", ()),
-            resume_model=given.get("resume_model", ""),
-            resume_proof=given.get("resume_proof", ""),
+            sampling=_submessage(pb.Sampling, fields),
+            speculation=_submessage(pb.Speculation, fields),
+            resume_token_ids=fields.get("resume_token_ids", ()),
+            resume_model=fields.get("resume_model", ""),
+            resume_proof=fields.get("resume_proof", ""),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"the request cannot be encoded: {error}") from error
@@ -121,6 +121,6 @@ def _refuse_bytes(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name}: is of type {kind}; use a str, or a list of token ids")
 
 
-def _part(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:
+def _submessage(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:
     """The options that are fields of this message."""
     return cls(**{name: fields[name] for name in cls.DESCRIPTOR.fields_by_name if name in fields})

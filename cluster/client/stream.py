@@ -12,11 +12,11 @@ import grpc
 from tandem.cluster.client.options import GenerateOptions, Prompt, build_request
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.grpc_settings import RETRY_AFTER_KEY, STREAM_KEY
 from tandem.cluster.proto.mapping import piece_from_proto
-from tandem.cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
 from tandem.core.answer import Delta, Finished, Piece
 
-UNKNOWN_S = 5.0
+UNREACHABLE_TIMEOUT_S = 5.0
 """How long a server is looked for where none has ever answered."""
 MAX_PAUSE_S = 5.0
 """Pauses between attempts double up to this, with jitter of half."""
@@ -76,10 +76,10 @@ class StreamPlan:
         self._retry_s, self._backoff_s = retry_s, backoff_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token_ids = list(self._message.resume_token_ids)
-        self._num_failures, self._fails_since = 0, 0.0
+        self._num_failures, self._failing_since = 0, 0.0
         self._num_answers = self._num_running = self._message.sampling.n or 1
 
-    def begin(self, stub: rpc.InferenceStub) -> Any:
+    def start_call(self, stub: rpc.InferenceStub) -> Any:
         """The next attempt: a call for the rest of the answer, which ends at the deadline."""
         self._message.resume_token_ids[:] = self._token_ids
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
@@ -107,7 +107,8 @@ class StreamPlan:
 
         Args:
             failure: Error that ended the latest attempt, None if it ended too early without one.
-            is_known: Whether a server has ever answered; if not, ``retry_s`` is at most UNKNOWN_S.
+            has_features: Whether a server has ever answered; if not, ``retry_s`` is at most
+            UNREACHABLE_TIMEOUT_S.
 
         Raises:
             InferenceError: ``failure``, which another attempt does not mend. That is any but
@@ -119,10 +120,10 @@ class StreamPlan:
             failure = InferenceError(grpc.StatusCode.UNAVAILABLE, details)
         now = time.monotonic()
         if self._num_failures == 0:
-            self._fails_since = now
+            self._failing_since = now
         self._num_failures += 1
-        retry_s = self._retry_s if is_known else min(self._retry_s, UNKNOWN_S)
-        left_s = self._fails_since + retry_s - now
+        retry_s = self._retry_s if is_known else min(self._retry_s, UNREACHABLE_TIMEOUT_S)
+        left_s = self._failing_since + retry_s - now
         exhausted = left_s <= 0
         if self._num_answers == 1:
             failure.token_ids = tuple(self._token_ids)

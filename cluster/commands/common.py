@@ -16,14 +16,14 @@ from rich.text import Text
 from tandem.cluster.client.stream import InferenceError
 from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.entrypoints.status_codes import status_of
-from tandem.core.config import ServerConfig, TandemConfig, describe, load
+from tandem.core.config import ServerConfig, TandemConfig, describe_keys, load
 
 DEFAULT_ADDRESS: str = ServerConfig().address
 
 
-def _print_keys(wanted: bool) -> None:
-    if wanted:
-        typer.echo(describe())
+def _print_keys(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(describe_keys())
         raise typer.Exit()
 
 
@@ -31,7 +31,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="YAML file with the cluster's configuration."),
 ]
-Sets = Annotated[
+SetOptions = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
@@ -58,7 +58,7 @@ RayAddress = Annotated[
 ]
 
 
-def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_options_of(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Of a command: its keyword arguments are the fields of the dataclass ``options``."""
 
     def declared(command: Callable[..., None]) -> Callable[..., None]:
@@ -69,13 +69,13 @@ def takes(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., N
     return declared
 
 
-def run(main: Coroutine[Any, Any, None]) -> None:
+def run_command(main: Coroutine[Any, Any, None]) -> None:
     """Run a command's coroutine; errors go to stderr as ``error: CODE: details``, exit code 1.
 
     SIGTERM and SIGINT cancel it, so that what it started is stopped too. After the first SIGTERM
     an alarm ends the process in time, whatever it waits for; later ones change nothing.
     """
-    with errors_reported():
+    with report_errors():
         asyncio.run(_cancelled_by_sigterm(main))
 
 
@@ -93,7 +93,7 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, None]) -> None:
 
 
 @contextmanager
-def errors_reported() -> Iterator[None]:
+def report_errors() -> Iterator[None]:
     """Turn an error into ``error: CODE: details`` on stderr and exit code 1."""
     try:
         yield
@@ -116,7 +116,7 @@ def fail(code: str, details: str) -> NoReturn:
 
 
 @contextmanager
-def progress_shown() -> Iterator[Callable[[str], None]]:
+def show_progress() -> Iterator[Callable[[str], None]]:
     """Show on stderr what is going on, and "SUBJECT: text" of many at once: the latest of each with
     a spinner on a terminal, a line for each change elsewhere."""
     console, latest = Console(stderr=True), dict[str, str]()
@@ -136,16 +136,14 @@ def progress_shown() -> Iterator[Callable[[str], None]]:
 
 
 @asynccontextmanager
-async def running_server(
-    config: TandemConfig, ray_address: str | None = None
-) -> AsyncIterator[Server]:
+async def run_server(config: TandemConfig, ray_address: str | None = None) -> AsyncIterator[Server]:
     """A server over a cluster of its own, serving; both are gone when the block ends.
 
     The address is taken first, so that a port in use is told before a model is loaded.
     """
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server(config))
-        with progress_shown() as on_progress:
+        with show_progress() as on_progress:
             on_progress("importing torch and Ray")
             from tandem.cluster.control.launch import launch
 
@@ -157,8 +155,8 @@ async def running_server(
 
 
 @asynccontextmanager
-async def own_server(config: Path | None, sets: list[str] | None) -> AsyncIterator[str]:
+async def temporary_server(config: Path | None, sets: list[str] | None) -> AsyncIterator[str]:
     """The address of a server for this command alone, on any free port."""
-    own = load(config, [*(sets or []), "server.address=127.0.0.1:0"])
-    async with running_server(own) as server:
+    config_of_server = load(config, [*(sets or []), "server.address=127.0.0.1:0"])
+    async with run_server(config_of_server) as server:
         yield server.address

@@ -15,17 +15,17 @@ from tandem.cluster.commands.common import (
     ConfigFile,
     Json,
     ListKeys,
-    Sets,
+    SetOptions,
     fail,
-    own_server,
-    run,
-    takes,
+    run_command,
+    temporary_server,
+    with_options_of,
 )
 from tandem.core.request import ABORT, ERROR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class GenerateCommandOptions:
     """Every option of the command; those of the request are called as in ``GenerateOptions``."""
 
     prompt: Annotated[
@@ -73,17 +73,17 @@ class Asked:
     ] = 0.0
     as_json: Json = False
     config: ConfigFile = None
-    sets: Sets = None
+    sets: SetOptions = None
     list_keys: ListKeys = False
 
-    def of_request(self) -> GenerateOptions:
+    def request_options(self) -> GenerateOptions:
         """The options that the request is made of."""
         names = GenerateOptions.__annotations__
-        given = {name: value for name, value in asdict(self).items() if name in names}
-        return GenerateOptions(**given)  # type: ignore[typeddict-item]
+        fields = {name: value for name, value in asdict(self).items() if name in names}
+        return GenerateOptions(**fields)  # type: ignore[typeddict-item]
 
 
-@takes(Asked)
+@with_options_of(GenerateCommandOptions)
 def generate(**values: Any) -> None:
     """Answer one prompt; the text appears as it comes.
 
@@ -95,20 +95,20 @@ def generate(**values: Any) -> None:
       tandem generate --token-ids 0,17,42 --json
       tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 --relaxed-delta 0.6
     """
-    run(_generate(Asked(**values)))
+    run_command(_generate(GenerateCommandOptions(**values)))
 
 
-async def _generate(asked: Asked) -> None:
-    prompt = _prompt(asked.prompt, asked.token_ids)
-    address = asked.address
-    if address is not None and (asked.config is not None or asked.sets):
+async def _generate(options: GenerateCommandOptions) -> None:
+    prompt = _prompt(options.prompt, options.token_ids)
+    address = options.address
+    if address is not None and (options.config is not None or options.sets):
         raise ValueError(
             f"--address={address!r}: --config and --set are for a cluster of one's own; "
             "leave them out, or --address"
         )
-    own = own_server(asked.config, asked.sets)
-    async with own if address is None else nullcontext(address) as place:
-        await _print_answer(place, prompt, asked)
+    server = temporary_server(options.config, options.sets)
+    async with server if address is None else nullcontext(address) as server_address:
+        await _print_answer(server_address, prompt, options)
 
 
 def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
@@ -126,18 +126,18 @@ def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
     return sys.stdin.read()
 
 
-async def _print_answer(address: str, prompt: Prompt, asked: Asked) -> None:
+async def _print_answer(address: str, prompt: Prompt, options: GenerateCommandOptions) -> None:
     pieces = []
     async with (
         AsyncClient(address) as client,
-        aclosing(client.generate(prompt, **asked.of_request())) as stream,
+        aclosing(client.generate(prompt, **options.request_options())) as stream,
     ):
         async for piece in stream:
             pieces.append(piece)
-            if not asked.as_json:
+            if not options.as_json:
                 print(piece.text, end="", flush=True)
     [answer] = completions_of(pieces)
-    if asked.as_json:
+    if options.as_json:
         print(_as_json(answer), flush=True)
     elif sys.stdout.isatty():
         print()
@@ -148,6 +148,8 @@ async def _print_answer(address: str, prompt: Prompt, asked: Asked) -> None:
 
 
 def _as_json(answer: Completion) -> str:
-    told = {name: value for name, value in asdict(answer.finished).items() if value is not None}
-    fields = {"text": answer.text, "token_ids": answer.token_ids} | told
+    finished_fields = {
+        name: value for name, value in asdict(answer.finished).items() if value is not None
+    }
+    fields = {"text": answer.text, "token_ids": answer.token_ids} | finished_fields
     return json.dumps(fields, ensure_ascii=False)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cluster.commands.common import Json, RayAddress, fail, progress_shown, run
+from tandem.cluster.commands.common import Json, RayAddress, fail, run_command, show_progress
 
 if TYPE_CHECKING:
-    from tandem.cluster.control.rebalance import Rebalanced
+    from tandem.cluster.control.rebalance import RebalanceResult
 
 Gangs = Annotated[
     list[str] | None,
@@ -33,13 +33,13 @@ def rebalance(
       tandem rebalance
       tandem rebalance --ray-address 10.0.0.7:6379 --gang decode-0
     """
-    run(_rebalance(ray_address or "auto", gang or [], as_json))
+    run_command(_rebalance(ray_address or "auto", gang or [], as_json))
 
 
 async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
     from tandem.cluster.control import members, ray_session
 
-    done = []
+    results = []
     async with ray_session.ray_session(ray_address):
         gangs = await members.find_gangs()
         known = [one.name for one in gangs if len(one.members) > 1]
@@ -47,16 +47,16 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
             fail("NOT_FOUND", f"--gang={wrong[0]}: ready gangs of several ranks are {known}")
         if not known:
             fail("NOT_FOUND", f"no gang of several ranks is ready in the Ray at {ray_address}")
-        with progress_shown() as shown:
+        with show_progress() as show:
             for name in names or known:
-                shown(f"{name}: draining and loading, if it gains by it")
-                done.append(await members.rebalance_gang(name))
+                show(f"{name}: draining and loading, if it gains by it")
+                results.append(await members.rebalance_gang(name))
                 if not as_json:
-                    print(_line(done[-1]), flush=True)
+                    print(_format_result(results[-1]), flush=True)
     if as_json:
-        print(json.dumps({"gangs": [asdict(one) for one in done]}))
+        print(json.dumps({"gangs": [asdict(one) for one in results]}))
 
 
-def _line(done: "Rebalanced") -> str:
-    now = f"now {done.after:.3f}" if done.is_moved else "left as it is"
-    return f"{done.gang}: {done.num_rows} rows counted, balance {done.before:.3f}, {now}"
+def _format_result(result: "RebalanceResult") -> str:
+    now = f"now {result.after:.3f}" if result.is_moved else "left as it is"
+    return f"{result.gang}: {result.num_rows} rows counted, balance {result.before:.3f}, {now}"

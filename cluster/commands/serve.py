@@ -11,9 +11,9 @@ from tandem.cluster.commands.common import (
     ConfigFile,
     ListKeys,
     RayAddress,
-    Sets,
-    run,
-    running_server,
+    SetOptions,
+    run_command,
+    run_server,
 )
 from tandem.core.config import load
 
@@ -22,7 +22,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 def serve(
     config: ConfigFile = None,
-    sets: Sets = None,
+    sets: SetOptions = None,
     ray_address: RayAddress = None,
     list_keys: ListKeys = False,
 ) -> None:
@@ -42,7 +42,7 @@ def serve(
       tandem serve --list-keys
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
-    run(_serve(config, sets, ray_address))
+    run_command(_serve(config, sets, ray_address))
 
 
 class _Signals:
@@ -52,7 +52,7 @@ class _Signals:
 
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
-        self.ready = False
+        self.is_ready = False
         self.stop = asyncio.Event()
         self._is_cancelled = False
         self._task = asyncio.current_task()
@@ -62,7 +62,7 @@ class _Signals:
             asyncio.get_running_loop().add_signal_handler(number, self._receive)
 
     def _receive(self) -> None:
-        if (self.stop.is_set() or not self.ready) and not self._is_cancelled:
+        if (self.stop.is_set() or not self.is_ready) and not self._is_cancelled:
             assert self._task is not None
             self._is_cancelled = True
             self._task.cancel()
@@ -76,15 +76,15 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
     signals = _Signals(loaded.server.end_s)
     signals.install()
     try:
-        async with running_server(loaded, ray_address) as server:
+        async with run_server(loaded, ray_address) as server:
             signals.install()  # Ray may have put its own in their place
-            signals.ready = True
+            signals.is_ready = True
             gc.freeze()  # what starting made stays, and need not be looked at again and again
-            opened = {name: at for name, at in server.addresses.items() if at is not None}
-            print("ready", *(f"{name}={at}" for name, at in opened.items()), flush=True)
+            addresses = {name: at for name, at in server.addresses.items() if at is not None}
+            print("ready", *(f"{name}={at}" for name, at in addresses.items()), flush=True)
             await signals.stop.wait()
             await server.drain()
     except asyncio.CancelledError:
-        if signals.ready:
+        if signals.is_ready:
             raise
         print("stopped before it was ready", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cluster.client.client import Client
-from tandem.cluster.commands.common import DEFAULT_ADDRESS, Json, errors_reported
+from tandem.cluster.commands.common import DEFAULT_ADDRESS, Json, report_errors
 from tandem.core.info import DEGRADED, PREFILL, SERVING, STARTING, ModelInfo, ServerStatus
 
 Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
@@ -26,7 +26,7 @@ def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
       tandem status
       tandem status --address 10.0.0.7:50051 --json
     """
-    with errors_reported(), Client(address) as client:
+    with report_errors(), Client(address) as client:
         state = client.status()
         model = None if state.state == STARTING else client.model_info()
         if as_json:
@@ -45,13 +45,13 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
             f"{model.name}  {model.architecture}  {model.dtype}",
             f"up to {model.max_model_len} tokens  up to {model.num_draft_tokens} drafts per step",
         ]
-    told: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for rank in state.ranks:
         is_well = f"kernels {rank.kernels}" if rank.alive else "no answer"
-        told.setdefault(rank.cause or is_well, []).append(rank.name)
-    if kept := [rank.name for rank in state.ranks if 0 < rank.born < rank.epoch]:
-        told["weights kept from an earlier epoch"] = kept
-    lines += [f"{', '.join(names)}: {text}" for text, names in told.items()]
+        names_by_text.setdefault(rank.cause or is_well, []).append(rank.name)
+    if adopted := [rank.name for rank in state.ranks if 0 < rank.born < rank.epoch]:
+        names_by_text["weights kept from an earlier epoch"] = adopted
+    lines += [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
     console = Console(highlight=False)
     console.print("\n".join(lines), markup=False)
     if any(rank.alive for rank in state.ranks):

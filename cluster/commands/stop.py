@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from tandem.cluster.commands.common import Json, RayAddress, fail, run
+from tandem.cluster.commands.common import Json, RayAddress, fail, run_command
 
 
 def stop(
@@ -21,7 +21,7 @@ def stop(
       tandem stop
       tandem stop --ray-address 10.0.0.7:6379
     """
-    run(_stop(ray_address or "auto", deadline_s, as_json))
+    run_command(_stop(ray_address or "auto", deadline_s, as_json))
 
 
 async def _stop(ray_address: str, deadline_s: float, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from tandem.core.control import Control
 from tandem.core.errors import Overloaded, RankDied, RankLost
 from tandem.core.info import COLOCATED, DECODE, PREFILL
 from tandem.net.calls import CallClient
-from tandem.runtime.shell import RankShell
+from tandem.runtime.rank_actor import RankActor
 
 NAMESPACE = "tandem"
 
@@ -40,21 +40,21 @@ class RayControl(Control):
             raise (RankDied if is_dead else RankLost)(text) from error
 
 
-def owner(name: str, epoch: int) -> Control:
+def owner_control(name: str, epoch: int) -> Control:
     """A life of a prefill rank as decode ranks reach it: over Ray until they know its door."""
     return CallClient(name, epoch, RayControl(name, epoch))
 
 
-class PrefillActor(RankShell):
+class PrefillActor(RankActor):
     builder = "tandem.prefill_node.rank"
 
 
-class DecodeActor(RankShell):
+class DecodeActor(RankActor):
     builder = "tandem.decode_node.service.rank"
-    links = MappingProxyType({"find_owner": owner})
+    build_options = MappingProxyType({"find_control": owner_control})
 
 
-class ColocatedActor(RankShell):
+class ColocatedActor(RankActor):
     builder = "tandem.colocated_node.rank"
 
 

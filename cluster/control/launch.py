@@ -28,7 +28,7 @@ async def launch(
 
     Raises ValueError for what the user can mend, such as a missing checkpoint.
     """
-    config = absolute(config)
+    config = with_absolute_paths(config)
     tokenizer = Tokenizer(config.model.path)
     # A gateway that joins ranks of other machines may be without weights, which ranks check.
     if ray_address is None or any(config.model.path.glob("*.safetensors")):
@@ -46,12 +46,12 @@ async def launch(
         if ray_address is None:
             stack.push_async_callback(stop_cluster, config.control.stop_timeout_s)
         members = await RayMembers.attach(config)
-        await members.started(on_progress)
+        await members.wait_until_started(on_progress)
         check_tokenizer(tokenizer, members.membership.ready())
         gateway = ClusterGateway(config, tokenizer, members)
         stack.push_async_callback(gateway.fleet.stop)
         on_progress("warming up")
-        await gateway.fleet.ready()
+        await gateway.fleet.wait_until_warm()
         yield gateway
 
 
@@ -66,7 +66,7 @@ def check_tokenizer(tokenizer: Tokenizer, ranks: Sequence[RankInfo]) -> None:
             )
 
 
-def absolute(config: TandemConfig) -> TandemConfig:
+def with_absolute_paths(config: TandemConfig) -> TandemConfig:
     """With paths that mean the same to ranks and other gateways, which may run in other folders."""
     sections = {
         name: section.model_copy(

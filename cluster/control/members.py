@@ -13,20 +13,25 @@ from ray.exceptions import ActorDiedError, RayError
 
 from tandem.cluster.control.actors import NAMESPACE, RayControl
 from tandem.cluster.control.controller import Controller
-from tandem.cluster.control.machines import CONTROLLER, DETACHED, find_ranks, remove_groups
-from tandem.cluster.control.ray_private import HEAD
-from tandem.cluster.control.rebalance import Rebalanced
+from tandem.cluster.control.machines import (
+    CONTROLLER,
+    DETACHED_OPTIONS,
+    find_ranks,
+    remove_placement_groups,
+)
+from tandem.cluster.control.ray_private import HEAD_RESOURCE
+from tandem.cluster.control.rebalance import RebalanceResult
 from tandem.core.config import TandemConfig
 from tandem.core.config_shared import shared_digest
 from tandem.core.control import Control
 from tandem.core.errors import TandemError
 from tandem.core.membership import LOST, READY, STARTING, Gang, Membership, RankInfo, RankSpec
-from tandem.core.schema import decode, error_of
-from tandem.core.tasks import in_thread
+from tandem.core.schema import decode, to_error
+from tandem.core.tasks import run_in_thread
 
-WAIT_S = 30.0
+LONG_POLL_S = 30.0
 STOP_GRACE_S = 5.0
-RETRY_S = 0.5
+RETRY_PAUSE_S = 0.5
 log = logging.getLogger(__name__)
 OnProgress = Callable[[str], None]
 
@@ -47,23 +52,23 @@ class RayMembers:
 
         Raises ValueError naming every key in which the cluster's config differs.
         """
-        controller = await in_thread(_create_controller)
+        controller = await run_in_thread(_create_controller)
         data = await controller.attach.remote(config.model_dump_json())
         return cls(config, controller, decode(Membership, data))
 
-    async def changed(self, after_version: tuple[int, int]) -> Membership:
+    async def wait_for_change(self, after_version: tuple[int, int]) -> Membership:
         """The first snapshot known here that is later than ``after_version``."""
         while self.membership.version <= after_version:
             try:
                 version = self.membership.version
-                data = await self._controller.membership.remote(*version, WAIT_S)
+                data = await self._controller.membership.remote(*version, LONG_POLL_S)
                 snapshot = decode(Membership, data)
                 if snapshot.version[0] > version[0]:
                     # A controller that found no rank alive knows of no config but ours.
                     data = await self._controller.attach.remote(self._config_json)
                     snapshot = decode(Membership, data)
                 if snapshot.config not in ("", self._config):
-                    snapshot = await self._of_other_config(snapshot)
+                    snapshot = await self._without_gangs(snapshot)
                 self.membership = max(self.membership, snapshot, key=attrgetter("version"))
             except ActorDiedError:
                 # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
@@ -71,10 +76,10 @@ class RayMembers:
                 await asyncio.Event().wait()
             except (RayError, TandemError, ValueError) as error:
                 log.warning("no news of the membership: %s", error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_PAUSE_S)
         return self.membership
 
-    async def _of_other_config(self, snapshot: Membership) -> Membership:
+    async def _without_gangs(self, snapshot: Membership) -> Membership:
         """Return ``snapshot`` without its gangs, and log which keys of its config are not those of
         this gateway, whose limits and answers are of its own config."""
         try:
@@ -83,24 +88,28 @@ class RayMembers:
             log.error("the cluster is another one now, and this gateway serves no more: %s", error)
         return replace(snapshot, gangs=())
 
-    async def started(self, on_progress: OnProgress) -> None:
+    async def wait_until_started(self, on_progress: OnProgress) -> None:
         """The cluster can be served: no gang starts for the first time, each kind has one that is
         ready. Raises what keeps a gang from it that the controller has given up."""
         snapshot = self.membership
         while True:
             for gang in snapshot.gangs:
-                for text in [f"{gang.name}: {gang.cause}"] if gang.state == LOST else gang.starts:
+                for text in (
+                    [f"{gang.name}: {gang.cause}"] if gang.state == LOST else gang.startup_notes
+                ):
                     on_progress(text)
             if _can_serve(snapshot):
-                return _tell(snapshot.ready())
-            over = [gang.failure for gang in snapshot.gangs if gang.is_given_up and gang.failure]
-            if over:
-                raise error_of(over[0])
-            snapshot = await self.changed(snapshot.version)
+                return _log_notices(snapshot.ready())
+            failures = [
+                gang.failure for gang in snapshot.gangs if gang.is_given_up and gang.failure
+            ]
+            if failures:
+                raise to_error(failures[0])
+            snapshot = await self.wait_for_change(snapshot.version)
 
     def control(self, spec: RankSpec) -> Control:
         """Calls to this life of a rank, and to no other."""
-        return RayControl(spec.process, spec.epoch)
+        return RayControl(spec.process_name, spec.epoch)
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
         """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""
@@ -109,25 +118,25 @@ class RayMembers:
 
 def _create_controller() -> Any:
     # Calls wait for its next life. It lives where Ray itself does: other machines come and go.
-    options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD: 0.001}}
+    options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
-    make = ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED)
+    make = ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED_OPTIONS)
     return make.remote(secrets.token_bytes(32))
 
 
 async def find_gangs() -> tuple[Gang, ...]:
     """Of the cluster of this Ray, none if there is no cluster."""
     try:
-        controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
+        controller = await run_in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
     except ValueError:
         return ()
     return decode(Membership, await controller.membership.remote(0, 0, 0.0)).gangs
 
 
-async def rebalance_gang(name: str) -> Rebalanced:
+async def rebalance_gang(name: str) -> RebalanceResult:
     """See cluster/control/rebalance.py."""
-    controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
-    return decode(Rebalanced, await controller.rebalance.remote(name))
+    controller = await run_in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
+    return decode(RebalanceResult, await controller.rebalance.remote(name))
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:
@@ -135,9 +144,9 @@ async def stop_cluster(deadline_s: float) -> list[str]:
 
     Ranks have ``deadline_s`` seconds to stop by themselves; what is left then is killed.
     """
-    ranks = await in_thread(find_ranks)
+    ranks = await run_in_thread(find_ranks)
     try:
-        controller = await in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
+        controller = await run_in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
         try:
             async with asyncio.timeout(deadline_s + STOP_GRACE_S):
                 await controller.stop.remote(deadline_s)
@@ -145,9 +154,9 @@ async def stop_cluster(deadline_s: float) -> list[str]:
             ray.kill(controller)
     except (ValueError, TimeoutError, RayError) as error:
         log.warning("no controller stops the ranks: %s", error)
-    for rank in await in_thread(find_ranks):
+    for rank in await run_in_thread(find_ranks):
         rank.kill()
-    await in_thread(remove_groups)
+    await run_in_thread(remove_placement_groups)
     return [rank.name for rank in ranks]
 
 
@@ -159,10 +168,10 @@ def _can_serve(snapshot: Membership) -> bool:
     return bool(kinds) and kinds == ready and not starting
 
 
-def _tell(infos: Sequence[RankInfo]) -> None:
+def _log_notices(infos: Sequence[RankInfo]) -> None:
     """What users should know of the nodes, and of the checkpoint that they loaded."""
     info = infos[0]
-    for why in {info.why_plain for info in infos} - {""}:
-        log.warning("steps are slower than they could be, %s", why)
+    for reason in {info.why_plain for info in infos} - {""}:
+        log.warning("steps are slower than they could be, %s", reason)
     if not info.model.has_mtp:
         log.warning("this checkpoint has no MTP layer: it is served without drafts")

@@ -9,7 +9,7 @@ from tandem.core.info import DECODE, PREFILL
 from tandem.core.membership import RankSpec, RankState
 from tandem.core.placement import Placement
 
-GROUP, REPLICA = "ray.io/node-group", "tandem/replica"
+GROUP_LABEL, REPLICA_LABEL = "ray.io/node-group", "tandem/replica"
 """Labels of machines in Ray: KubeRay's worker group, and there its replica of several hosts."""
 
 
@@ -33,26 +33,36 @@ class GangPlan:
     resources: Mapping[str, float]
     group: str | None = None
 
-    def of_group(self, machines: Sequence[Machine]) -> list[Machine]:
-        return [m for m in machines if self.group in (None, m.labels.get(GROUP))]
+    def machines_in_group(self, machines: Sequence[Machine]) -> list[Machine]:
+        return [m for m in machines if self.group in (None, m.labels.get(GROUP_LABEL))]
 
-    def specs(self, epoch: int, hosts: Sequence[str], room: int = 0) -> list[RankSpec]:
+    def specs(
+        self, epoch: int, hosts: Sequence[str], placement_group_epoch: int = 0
+    ) -> list[RankSpec]:
         """Its ranks in a new life; ``hosts`` has the address of each, ``room`` is RankSpec's."""
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
         return [
-            RankSpec(self.name, self.kind, epoch, rank, self.num_ranks, host, room=room)
+            RankSpec(
+                self.name,
+                self.kind,
+                epoch,
+                rank,
+                self.num_ranks,
+                host,
+                placement_group_epoch=placement_group_epoch,
+            )
             for rank, host in enumerate(hosts)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Birth:
+class EpochLaunch:
     """Processes to begin for the life ``epoch``: of the ranks ``missing``, in the room that was
     taken for the life ``room``, which is taken now if it is the same. ``placement`` is where their
     experts lie, None in plain order."""
 
     epoch: int
-    room: int
+    placement_group_epoch: int
     missing: Sequence[int]
     placement: Placement | None = None
 
@@ -71,35 +81,38 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
     return gangs
 
 
-def home(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str]:
+def choose_label_selector(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str]:
     """The labels of all machines that a gang may lie on: those of its group and, where that comes
     in replicas, of one with room for all of it, or that has to get some. Gangs that look at once
     look in different ones."""
-    room = Counter[str]()
-    for machine in plan.of_group(machines):
+    capacity = Counter[str]()
+    for machine in plan.machines_in_group(machines):
         of_each = (machine.free.get(name, 0) // num for name, num in plan.resources.items())
-        room[machine.labels.get(REPLICA, "")] += int(min(of_each))
-    labels = {} if plan.group is None else {GROUP: plan.group}
-    if not (names := sorted(name for name in room if name)):
+        capacity[machine.labels.get(REPLICA_LABEL, "")] += int(min(of_each))
+    labels = {} if plan.group is None else {GROUP_LABEL: plan.group}
+    if not (names := sorted(name for name in capacity if name)):
         return labels
-    fits = [name for name in names if room[name] >= plan.num_ranks] or names
-    return labels | {REPLICA: fits[int(plan.name.rpartition("-")[2]) % len(fits)]}
+    fits = [name for name in names if capacity[name] >= plan.num_ranks] or names
+    return labels | {REPLICA_LABEL: fits[int(plan.name.rpartition("-")[2]) % len(fits)]}
 
 
-def no_room(plan: GangPlan, machines: Sequence[Machine]) -> str:
+def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
     """What is missing for a gang in a Ray of these machines."""
     section = PREFILL if plan.kind == PREFILL else DECODE
-    if not (those := plan.of_group(machines)):
-        there = sorted({m.labels[GROUP] for m in machines if GROUP in m.labels}) or "none"
+    if not (machines_of_group := plan.machines_in_group(machines)):
+        known_groups = (
+            sorted({m.labels[GROUP_LABEL] for m in machines if GROUP_LABEL in m.labels}) or "none"
+        )
         return (
             f"{plan.name}: no room: no machine of this Ray is of {section}.group={plan.group!r}; "
-            f"of groups there are {there} (Ray's label {GROUP}, on Kubernetes the worker group)"
+            f"of groups there are {known_groups} (Ray's label {GROUP_LABEL}, on Kubernetes the "
+            "worker group)"
         )
     where = "this Ray" if plan.group is None else f"group {plan.group!r}"
     wants = [
         f"{num:g} {name} for each of {plan.num_ranks} ranks, of "
-        f"{sum(m.total.get(name, 0) for m in those):g} in {where} "
-        f"{sum(m.free.get(name, 0) for m in those):g} are free"
+        f"{sum(m.total.get(name, 0) for m in machines_of_group):g} in {where} "
+        f"{sum(m.free.get(name, 0) for m in machines_of_group):g} are free"
         for name, num in plan.resources.items()
     ]
     return (
@@ -108,35 +121,37 @@ def no_room(plan: GangPlan, machines: Sequence[Machine]) -> str:
     )
 
 
-def hosts_of(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
+def host_addresses(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
     """The address that each rank listens on, by the machine that it is placed on: that by which Ray
     knows the machine, the loopback interface's in a Ray of one's own, unless ``host``
     (``kv_transfer.host``) is another. Machines that join later reach it there."""
     return [addresses[machine] if host == AUTO else host for machine in machines]
 
 
-def living(states: Sequence[RankState]) -> dict[str, list[RankState]]:
+def adoptable_ranks(states: Sequence[RankState]) -> dict[str, list[RankState]]:
     """By name, what of each gang goes on: those of the config of the latest epoch that are well,
     in the room that was taken last, of each rank the latest process; in order."""
     latest = max(states, key=lambda state: state.spec.epoch, default=None)
     config_json = None if latest is None else latest.config_json
     well = [s for s in states if s.failure is None and s.config_json == config_json]
-    rooms: dict[str, int] = {}
+    group_epochs: dict[str, int] = {}
     for state in well:
-        rooms[state.spec.gang] = max(room_of(state.spec), rooms.get(state.spec.gang, 0))
+        group_epochs[state.spec.gang] = max(
+            placement_group_epoch_of(state.spec), group_epochs.get(state.spec.gang, 0)
+        )
     ranks: dict[str, dict[int, RankState]] = {}
-    for state in sorted(well, key=lambda state: state.spec.born or state.spec.epoch):
-        if room_of(state.spec) == rooms[state.spec.gang]:
+    for state in sorted(well, key=lambda state: state.spec.process_epoch or state.spec.epoch):
+        if placement_group_epoch_of(state.spec) == group_epochs[state.spec.gang]:
             ranks.setdefault(state.spec.gang, {})[state.spec.rank] = state
     return {gang: [found[rank] for rank in sorted(found)] for gang, found in ranks.items()}
 
 
-def room_of(spec: RankSpec) -> int:
+def placement_group_epoch_of(spec: RankSpec) -> int:
     """The life for which its room was taken."""
-    return spec.room or spec.epoch
+    return spec.placement_group_epoch or spec.epoch
 
 
-def is_whole(states: Sequence[RankState]) -> bool:
+def is_complete(states: Sequence[RankState]) -> bool:
     """Whether these are all ranks of one life of a gang."""
     epochs = {state.spec.epoch for state in states}
     return len(epochs) == 1 and len(states) == states[0].spec.num_ranks

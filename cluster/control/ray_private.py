@@ -14,13 +14,13 @@ from ray._private import node, ray_constants, services, state, worker
 from ray._private.authentication import authentication_token_setup as tokens
 
 log = logging.getLogger(__name__)
-HEAD = "node:__internal_head__"
+HEAD_RESOURCE = "node:__internal_head__"
 """A resource of the machine where the cluster began."""
 _INLINE_BYTES = str(32 << 20)
 """Twice the largest message of a client."""
 
 
-def log_troubles() -> None:
+def redirect_ray_messages() -> None:
     """Ray prints its troubles to stdout, which is for answers."""
     worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
 
@@ -41,13 +41,13 @@ def draining_nodes() -> set[str]:
     return set(state.state.get_draining_nodes())
 
 
-def free_of_nodes() -> dict[str, dict[str, float]]:
+def free_resources_by_node() -> dict[str, dict[str, float]]:
     """By id of a machine, what is free of its resources. Blocks."""
     free: dict[str, dict[str, float]] = state.state.available_resources_per_node()
     return free
 
 
-def head_of(address: str) -> str | None:
+def resolve_head_address(address: str) -> str | None:
     """Where the Ray of ``--ray-address`` listens, once our token for it is read: Ray does that by
     itself only where it was given no address."""
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
@@ -55,7 +55,7 @@ def head_of(address: str) -> str | None:
     return found
 
 
-def be_alone() -> None:
+def isolate_local_ray() -> None:
     """Before a Ray of one's own starts. It replaces a loopback address by an outer one unless it is
     told that there is no cluster: this process reads the constant, those that it starts the
     variable. Nor are ranks nice, as Ray makes them: beside one busy process they would stand still.

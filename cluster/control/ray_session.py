@@ -14,14 +14,14 @@ import ray
 
 from tandem.cluster.control import ray_private, reaper
 from tandem.cluster.control.actors import NAMESPACE
-from tandem.core.tasks import in_thread
+from tandem.core.tasks import run_in_thread
 from tandem.core.user_cache import user_home
 
 OBJECT_STORE_BYTES = 128 << 20
-REAPER_S = 10.0
-PROBE_S, JOIN_S = 10.0, 60.0
+REAPER_TIMEOUT_S = 10.0
+PROBE_TIMEOUT_S, JOIN_TIMEOUT_S = 10.0, 60.0
 """For a connection to a Ray, and for all of joining it: Ray itself tries for many minutes."""
-COMMON = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
+INIT_OPTIONS = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
 
 
 @asynccontextmanager
@@ -32,57 +32,57 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
     outlives the block, nor this process, even if that is killed.
     Raises ValueError when there is no Ray at ``address`` or it does not let us in.
     """
-    ray_private.log_troubles()
+    ray_private.redirect_ray_messages()
     ray_private.send_arguments_inline()
     watcher: subprocess.Popen[bytes] | None = None
     try:
         if address is not None:
-            await _joined(address)
+            await _join_with_deadline(address)
         else:
-            before = reaper.children(os.getpid())
+            before = reaper.descendants(os.getpid())
             # Not on a thread of its own: Ray's processes die with the one that began them.
-            starting = asyncio.create_task(asyncio.to_thread(_start, num_cpus))
+            starting = asyncio.create_task(asyncio.to_thread(_start_local_ray, num_cpus))
             try:
                 await asyncio.shield(starting)
             finally:  # what it starts is ours to end
                 await asyncio.wait([starting])
-            watcher = _watch(set(reaper.children(os.getpid())) - set(before))
+            watcher = _start_reaper(set(reaper.descendants(os.getpid())) - set(before))
         yield
     finally:
         try:
             if ray.is_initialized():
-                await in_thread(ray.shutdown)
+                await run_in_thread(ray.shutdown)
         finally:
             if watcher is not None:
-                watcher.communicate(timeout=REAPER_S)
+                watcher.communicate(timeout=REAPER_TIMEOUT_S)
 
 
-def _watch(roots: set[int]) -> "subprocess.Popen[bytes]":
+def _start_reaper(roots: set[int]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-S", reaper.__file__, *map(str, roots)]
     quiet: Any = dict.fromkeys(("stdout", "stderr"), subprocess.DEVNULL)
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, **quiet)
 
 
-async def _joined(address: str) -> None:
+async def _join_with_deadline(address: str) -> None:
     try:
-        await asyncio.wait_for(in_thread(lambda: _join(address)), JOIN_S)
+        await asyncio.wait_for(run_in_thread(lambda: _join(address)), JOIN_TIMEOUT_S)
     except (OSError, RuntimeError, ValueError) as error:
-        why = str(error) or f"no answer within {JOIN_S:g} s"
+        reason = str(error) or f"no answer within {JOIN_TIMEOUT_S:g} s"
         raise ValueError(
-            f"--ray-address={address!r}: cannot join Ray there ({why}); give the address that "
+            f"--ray-address={address!r}: cannot join Ray there ({reason}); give the address that "
             "`ray start --head` printed, and its token in ~/.ray/auth_token if it asks for one"
         ) from error
 
 
 def _join(address: str) -> None:
-    if found := ray_private.head_of(address):
+    if found := ray_private.resolve_head_address(address):
         host, _, port = found.rpartition(":")
-        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
-    ray.init(address=address, **COMMON)
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT_S).close()
+    ray.init(address=address, **INIT_OPTIONS)
 
 
-def _start(num_cpus: int) -> None:
-    ray_private.be_alone()
+def _start_local_ray(num_cpus: int) -> None:
+    ray_private.isolate_local_ray()
     os.environ["HOME"] = str(user_home())  # where Ray keeps its token, and ranks what they compile
     sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
-    ray.init(address="local", include_dashboard=False, **sizes, **COMMON)
+    ray.init(address="local", include_dashboard=False, **sizes, **INIT_OPTIONS)

@@ -9,10 +9,10 @@ import select
 import signal
 import sys
 
-LOOK_S = 0.5
+SCAN_PERIOD_S = 0.5
 
 
-def children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """All processes below ``pid``."""
     direct: list[int] = []
     try:
@@ -21,7 +21,7 @@ def children(pid: int) -> list[int]:
                 direct += map(int, file.read().split())
     except OSError:
         pass  # it has ended meanwhile
-    return direct + [below for child in direct for below in children(child)]
+    return direct + [descendant for child in direct for descendant in descendants(child)]
 
 
 def started_at(pid: int) -> str | None:
@@ -42,12 +42,12 @@ def main() -> None:
     roots, known = [int(text) for text in sys.argv[1:]], dict[int, str]()
     is_over = False
     while not is_over:
-        is_over = bool(select.select([0], [], [], LOOK_S)[0])
-        alive = {pid: began for pid, began in known.items() if started_at(pid) == began}
-        seen = {pid for root in (*roots, *alive) for pid in (root, *children(root))}
-        known = alive | {pid: began for pid in seen if (began := started_at(pid)) is not None}
-    for pid, began in known.items():
-        if started_at(pid) == began:
+        is_over = bool(select.select([0], [], [], SCAN_PERIOD_S)[0])
+        alive = {pid: started for pid, started in known.items() if started_at(pid) == started}
+        seen = {pid for root in (*roots, *alive) for pid in (root, *descendants(root))}
+        known = alive | {pid: started for pid in seen if (started := started_at(pid)) is not None}
+    for pid, started in known.items():
+        if started_at(pid) == started:
             os.kill(pid, signal.SIGKILL)
 
 

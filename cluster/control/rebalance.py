@@ -8,19 +8,19 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem.cluster.control.drain import check_kept, renew
-from tandem.cluster.control.gang import POLL_S, GangKeeper
+from tandem.cluster.control.drain import check_supervised, drain_and_restart
+from tandem.cluster.control.gang_supervisor import POLL_S, GangSupervisor
 from tandem.core.eplb import balance_ratio, rebalance
 from tandem.core.errors import RankLost
 from tandem.core.membership import READY, ExpertRows, Gang
-from tandem.core.schema import error_of
+from tandem.core.schema import to_error
 
 MIN_GAIN = 0.01
 """Of the ratio, for which a gang is begun anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rebalanced:
+class RebalanceResult:
     """``num_rows`` were counted; their balance ratio as experts lay ``before`` and as they would
     lie ``after``. The gang was begun anew if ``is_moved``."""
 
@@ -31,38 +31,44 @@ class Rebalanced:
     is_moved: bool
 
 
-async def rebalance_gang(keeper: GangKeeper, changing: asyncio.Lock) -> Rebalanced:
-    """See ``renew`` for ``changing``. Raises RankLost while the gang is not ready, and what ended
-    its next life."""
-    gang = keeper.gang
+async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) -> RebalanceResult:
+    """See ``drain_and_restart`` for ``change_lock``. Raises RankLost while the gang is not ready,
+    and what ended its next life."""
+    gang = supervisor.gang
     if gang.state != READY:
         raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
-    told = await keeper.ranks.expert_rows()
-    counts_LE, placement = sum_rows(told), told[0].placement
+    rows_of_ranks = await supervisor.ranks.expert_rows()
+    counts_LE, placement = sum_expert_rows(rows_of_ranks), rows_of_ranks[0].placement
     best = rebalance(
-        counts_LE, placement.num_slots, told[0].num_groups, num_machines(gang), placement.num_ranks
+        counts_LE,
+        placement.num_slots,
+        rows_of_ranks[0].num_groups,
+        num_machines(gang),
+        placement.num_ranks,
     )
     before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
-        await renew(keeper, changing, best)
-        await _ready(keeper)
-    return Rebalanced(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
+        await drain_and_restart(supervisor, change_lock, best)
+        await _wait_until_ready(supervisor)
+    return RebalanceResult(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
 
 
-async def _ready(keeper: GangKeeper) -> None:
-    while keeper.gang.state != READY:
-        if keeper.gang.failure is not None:
-            raise error_of(keeper.gang.failure)
-        check_kept(keeper)
-        if waits := [state.waits for state in keeper.ranks.states.values() if state.waits]:
-            raise RankLost(f"{keeper.gang.name}: {waits[0]}")
+async def _wait_until_ready(supervisor: GangSupervisor) -> None:
+    while supervisor.gang.state != READY:
+        if supervisor.gang.failure is not None:
+            raise to_error(supervisor.gang.failure)
+        check_supervised(supervisor)
+        if waits := [
+            state.wait_reason for state in supervisor.ranks.states.values() if state.wait_reason
+        ]:
+            raise RankLost(f"{supervisor.gang.name}: {waits[0]}")
         await asyncio.sleep(POLL_S)
 
 
-def sum_rows(told: Sequence[ExpertRows]) -> list[list[int]]:
+def sum_expert_rows(rows_of_ranks: Sequence[ExpertRows]) -> list[list[int]]:
     """Of all ranks, by layer and expert."""
-    layers = zip(*(rows.rows_LE for rows in told), strict=True)
+    layers = zip(*(rows.rows_LE for rows in rows_of_ranks), strict=True)
     return [[sum(counts) for counts in zip(*ranks, strict=True)] for ranks in layers]
 
 

@@ -9,18 +9,18 @@ class ClusterWeights:
     """
 
     def __init__(self) -> None:
-        self.held: dict[object, str] = {}
+        self.digest_by_rank: dict[object, str] = {}
         """Digest of each rank's weights, until its process ends."""
 
     @property
     def digest(self) -> str:
         """Digest of the cluster's weights, "" as long as no rank holds any."""
-        return next(iter(self.held.values()), "")
+        return next(iter(self.digest_by_rank.values()), "")
 
-    def hold(self, rank: object, digest: str) -> bool:
+    def record(self, rank: object, digest: str) -> bool:
         """Note what a rank holds, "" if nothing yet. Return False, and note nothing, if the cluster
         has other weights."""
         is_same = digest in ("", self.digest or digest)
         if digest and is_same:
-            self.held[rank] = digest
+            self.digest_by_rank[rank] = digest
         return is_same

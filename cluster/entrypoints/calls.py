@@ -18,14 +18,14 @@ import grpc
 from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.cluster.entrypoints.uploads import Uploads
 
-MAX_IDLE_OF_CONNECTION, MAX_IDLE = 8, 128
-MAX_IDLE_S = 300.0
+MAX_IDLE_PER_CONNECTION, MAX_IDLE_STREAMS = 8, 128
+MAX_IDLE_STREAM_S = 300.0
 _log = logging.getLogger(__name__)
 _Context: TypeAlias = grpc.aio.ServicerContext
 _Handler: TypeAlias = grpc.RpcMethodHandler
 
 
-class EveryCall(grpc.aio.ServerInterceptor):
+class CallInterceptor(grpc.aio.ServerInterceptor):
     """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
     that the server failed, and log a traceback. All streams but those of Generate are idle ones.
     ``on_error`` hears the code of each call that fails."""
@@ -44,21 +44,23 @@ class EveryCall(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         is_idle = handler.response_streaming and not details.method.endswith("/Generate")
-        place = self._place if is_idle else nullcontext
+        permit = self._idle_permit if is_idle else nullcontext
         call = _Call(handler, details.method, self._uploads, self._on_error)
-        make = getattr(grpc, f"stream_{_kind(handler.response_streaming)}_rpc_method_handler")
-        return make(partial(call.behave, place), response_serializer=handler.response_serializer)
+        make = getattr(
+            grpc, f"stream_{_cardinality(handler.response_streaming)}_rpc_method_handler"
+        )
+        return make(partial(call.handle, permit), response_serializer=handler.response_serializer)
 
     @asynccontextmanager
-    async def _place(self, context: _Context) -> AsyncIterator[None]:
-        """For one more idle stream, if there is one, and for MAX_IDLE_S at most."""
+    async def _idle_permit(self, context: _Context) -> AsyncIterator[None]:
+        """For one more idle stream, if there is one, and for MAX_IDLE_STREAM_S at most."""
         peer = context.peer()
-        if self._idle[peer] >= MAX_IDLE_OF_CONNECTION or self._idle.total() >= MAX_IDLE:
+        if self._idle[peer] >= MAX_IDLE_PER_CONNECTION or self._idle.total() >= MAX_IDLE_STREAMS:
             reason = "as many streams of health and reflection as there may be are open already"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         self._idle[peer] += 1
         try:
-            async with asyncio.timeout(MAX_IDLE_S):
+            async with asyncio.timeout(MAX_IDLE_STREAM_S):
                 yield
         except TimeoutError:
             context.set_code(grpc.StatusCode.UNAVAILABLE)
@@ -67,7 +69,7 @@ class EveryCall(grpc.aio.ServerInterceptor):
 
 
 @asynccontextmanager
-async def _reported(context: _Context, on_error: Callable[[str], None]) -> AsyncIterator[None]:
+async def _report_errors(context: _Context, on_error: Callable[[str], None]) -> AsyncIterator[None]:
     """An error is told by its code and ends the call with its status, unless the client has gone,
     which a write of ours may be the first to learn."""
     try:
@@ -96,7 +98,7 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-def _kind(is_stream: bool) -> str:
+def _cardinality(is_stream: bool) -> str:
     return "stream" if is_stream else "unary"
 
 
@@ -110,26 +112,26 @@ class _Call:
     uploads: Uploads
     on_error: Callable[[str], None]
 
-    async def behave(
-        self, place: Callable[[_Context], Any], received: AsyncIterator[bytes], context: _Context
+    async def handle(
+        self, permit: Callable[[_Context], Any], received: AsyncIterator[bytes], context: _Context
     ) -> Any:
-        async with place(context), _reported(context, self.on_error):
+        async with permit(context), _report_errors(context, self.on_error):
             kinds = self.handler.request_streaming, self.handler.response_streaming
-            method = getattr(self.handler, "_".join(map(_kind, kinds)))
+            method = getattr(self.handler, "_".join(map(_cardinality, kinds)))
             # No variable here has the message: an error in grpc's hands keeps this frame.
-            answer = method(await self._message(received, context), context)
+            answer = method(await self._read_message(received, context), context)
             if not inspect.isasyncgen(answer):
                 return await answer
             async for piece in answer:
                 await context.write(piece)
 
-    async def _message(self, received: AsyncIterator[bytes], context: _Context) -> Any:
+    async def _read_message(self, received: AsyncIterator[bytes], context: _Context) -> Any:
         """Return the message of a call, or an iterator over those of a stream."""
         if self.handler.request_streaming:
-            return (self._parsed(data, context) async for data in received)
-        return self._parsed(await self.uploads.receive(received, context.peer()), context)
+            return (self._parse(data, context) async for data in received)
+        return self._parse(await self.uploads.receive(received, context.peer()), context)
 
-    def _parsed(self, data: bytes, context: _Context) -> Any:
+    def _parse(self, data: bytes, context: _Context) -> Any:
         try:
             return self.handler.request_deserializer(data)
         except Exception as error:  # what a parser raises has no type of its own

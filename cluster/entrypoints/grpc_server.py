@@ -9,13 +9,13 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
-from tandem.cluster.entrypoints.calls import EveryCall
-from tandem.cluster.entrypoints.listening import listening
+from tandem.cluster.entrypoints.calls import CallInterceptor
+from tandem.cluster.entrypoints.listening import open_listener
 from tandem.cluster.entrypoints.servicer import InferenceServicer
 from tandem.cluster.entrypoints.uploads import max_message_bytes
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES
 from tandem.core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
@@ -31,35 +31,35 @@ _OPTIONS = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
-WATCH_S = 1.0
+WATCH_PERIOD_S = 1.0
 """How often it looks for watchers whether something has changed."""
 
 
 @asynccontextmanager
-async def opened(admission: Admission) -> AsyncIterator[str]:
+async def serve(admission: Admission) -> AsyncIterator[str]:
     """Listen meanwhile; the address has the port in use. ``ValueError`` if it cannot be had.
 
     Health and status are answered whether or not there is a gateway.
     """
     # No bound on all calls together: a stream whose end its client leaves unread would count.
     server = grpc.aio.server(
-        interceptors=(EveryCall(lambda code: admission.on_error(code)),),
-        options=(*_OPTIONS, *_bounds(admission.config)),
+        interceptors=(CallInterceptor(lambda code: admission.on_error(code)),),
+        options=(*_OPTIONS, *_size_options(admission.config)),
     )
     rpc.add_InferenceServicer_to_server(InferenceServicer(admission), server)
-    told = Health(("", SERVICE), admission.is_serving)
-    health_pb2_grpc.add_HealthServicer_to_server(told, server)
+    health_servicer = Health(("", SERVICE), admission.is_serving)
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(services, server)
     try:
-        address = await _bound(server, admission.config.server.address)
+        address = await _bind(server, admission.config.server.address)
         await server.start()
         yield address
     finally:
         await server.stop(None)
 
 
-def _bounds(config: TandemConfig) -> list[tuple[str, int]]:
+def _size_options(config: TandemConfig) -> list[tuple[str, int]]:
     bounds = [
         ("grpc.max_concurrent_streams", max_streams(config)),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -82,12 +82,12 @@ def max_streams(config: TandemConfig) -> int:
     return 2 * config.decode.num_rows + config.server.max_queued + SPARE_CALLS
 
 
-async def _bound(server: grpc.aio.Server, address: str) -> str:
+async def _bind(server: grpc.aio.Server, address: str) -> str:
     try:
         return f"{address.rpartition(':')[0]}:{server.add_insecure_port(address)}"
     except RuntimeError as error:
         # The operating system says why.
-        (await asyncio.to_thread(listening, "server.address", address)).close()
+        (await asyncio.to_thread(open_listener, "server.address", address)).close()
         raise ValueError(f"server.address={address!r}: was taken until now; try again") from error
 
 
@@ -99,17 +99,17 @@ class Health(health_pb2_grpc.HealthServicer):
         self._services = services
         self._is_serving = is_serving
 
-    async def Check(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
-        if asked.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={asked.service!r}: unknown")
-        return self._now(asked.service)
+    async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={request.service!r}: unknown")
+        return self._now(request.service)
 
-    async def Watch(self, asked: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        told = None
+    async def Watch(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
+        last_response = None
         while True:
-            if told != (now := self._now(asked.service)):
-                await context.write(told := now)
-            await asyncio.sleep(WATCH_S)
+            if last_response != (now := self._now(request.service)):
+                await context.write(last_response := now)
+            await asyncio.sleep(WATCH_PERIOD_S)
 
     def _now(self, service: str) -> HealthCheckResponse:
         if service not in self._services:

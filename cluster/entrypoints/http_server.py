@@ -8,12 +8,12 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from tandem.cluster.entrypoints.listening import listening
+from tandem.cluster.entrypoints.listening import open_listener
 from tandem.cluster.gateway.admission import Admission
 
 
 @asynccontextmanager
-async def opened(admission: Admission) -> AsyncIterator[str | None]:
+async def serve(admission: Admission) -> AsyncIterator[str | None]:
     """Listen meanwhile, if that is wanted; the address has the port in use. ``ValueError`` if it
     cannot be had."""
     address = admission.config.server.http_address
@@ -25,7 +25,7 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
     from tandem.cluster.entrypoints.http_limits import BoundedProtocol
     from tandem.cluster.entrypoints.probes import Probes
 
-    class Server(uvicorn.Server):
+    class UvicornServer(uvicorn.Server):
         """Signals are the process's own affair."""
 
         @contextmanager
@@ -41,7 +41,7 @@ async def opened(admission: Admission) -> AsyncIterator[str | None]:
         http=BoundedProtocol,
         timeout_graceful_shutdown=1,
     )
-    server, listener = Server(config), listening("server.http_address", address)
+    server, listener = UvicornServer(config), open_listener("server.http_address", address)
     serving = asyncio.create_task(server.serve([listener]), name="http")
     try:
         yield f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"

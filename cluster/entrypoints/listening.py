@@ -3,7 +3,7 @@
 import socket
 
 
-def listening(key: str, address: str) -> socket.socket:
+def open_listener(key: str, address: str) -> socket.socket:
     """At HOST:PORT, which is what ``key`` says. ``ValueError`` if it cannot be had."""
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from tandem.cluster.gateway.admission import Admission
-from tandem.cluster.gateway.cluster_metrics import known
+from tandem.cluster.gateway.cluster_metrics import collect_cluster_metrics
 from tandem.cluster.gateway.metrics import RequestMetrics
 
 
@@ -24,11 +24,14 @@ class Probes(Collector):
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._requests = RequestMetrics()
-        admission.on_error, admission.on_stream = self._requests.failed, self._requests.stream
+        admission.on_error, admission.on_stream = (
+            self._requests.on_call_failed,
+            self._requests.watch_stream,
+        )
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        asked = self.livez, self.readyz, self.metrics
-        routes = [Route(f"/{one.__name__}", one) for one in asked]
+        handlers = self.livez, self.readyz, self.metrics
+        routes = [Route(f"/{one.__name__}", one) for one in handlers]
         self.app = Starlette(
             routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=5)]
         )
@@ -52,4 +55,4 @@ class Probes(Collector):
 
     def collect(self) -> Iterator[Metric]:
         yield from self._requests.registry.collect()
-        yield from known(self._admission)
+        yield from collect_cluster_metrics(self._admission)

@@ -1,24 +1,24 @@
-"""From a GenerateRequest to an ``Unchecked``: nothing is ignored, values are checked elsewhere."""
+"""From a GenerateRequest to an ``RawRequest``: nothing is ignored, values are checked elsewhere."""
 
 from typing import Any
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from tandem.cluster.gateway.checks import few
+from tandem.cluster.gateway.checks import check_count
 from tandem.cluster.proto import tandem_pb2 as pb
-from tandem.core.request import ACCEPTANCES, SamplingParams, Speculation, TokenBias, Unchecked
+from tandem.core.request import ACCEPTANCES, RawRequest, SamplingParams, Speculation, TokenBias
 
 
-def to_unchecked(message: pb.GenerateRequest) -> Unchecked:
+def to_raw_request(message: pb.GenerateRequest) -> RawRequest:
     """``message`` in our own terms. ``ValueError`` if it says what this server does not know, or
     lists more than is worth reading."""
-    given = _given(message, "")
-    _given(message.token_ids, "token_ids.")
+    fields = _set_fields(message, "")
+    _set_fields(message.token_ids, "token_ids.")
     acceptance = acceptance_from_proto(message.speculation.acceptance)
-    speculation = _given(message.speculation, "speculation.") | {"acceptance": acceptance}
-    return Unchecked(
-        prompt=message.token_ids.ids if "token_ids" in given else given.get("text"),
+    speculation = _set_fields(message.speculation, "speculation.") | {"acceptance": acceptance}
+    return RawRequest(
+        prompt=message.token_ids.ids if "token_ids" in fields else fields.get("text"),
         request_id=message.request_id,
         resume_token_ids=message.resume_token_ids,
         resume_model=message.resume_model,
@@ -37,17 +37,17 @@ def acceptance_from_proto(number: int) -> str:
 
 
 def _sampling(message: pb.Sampling) -> SamplingParams:
-    biases = few("sampling.logit_bias", message.logit_bias).items()
+    biases = check_count("sampling.logit_bias", message.logit_bias).items()
     return SamplingParams(
-        **_given(message, "sampling."),
-        stop=tuple(few("sampling.stop", message.stop)),
-        stop_token_ids=tuple(few("sampling.stop_token_ids", message.stop_token_ids)),
+        **_set_fields(message, "sampling."),
+        stop=tuple(check_count("sampling.stop", message.stop)),
+        stop_token_ids=tuple(check_count("sampling.stop_token_ids", message.stop_token_ids)),
         # In order of token id: a map has none of its own.
         logit_bias=tuple(TokenBias(*item) for item in sorted(biases)),
     )
 
 
-def _given(message: Message, prefix: str) -> dict[str, Any]:
+def _set_fields(message: Message, prefix: str) -> dict[str, Any]:
     """The fields that are set, but for lists; one without presence is not if it is 0."""
     if unknown := UnknownFieldSet(message):
         name = f"{prefix}field number {unknown[0].field_number}"

@@ -12,7 +12,7 @@ ENTRYPOINTS = {
     "grpc": "tandem.cluster.entrypoints.grpc_server",
     "http": "tandem.cluster.entrypoints.http_server",
 }
-"""Modules with ``opened(admission)``, a context that listens and gives its address, None if it is
+"""Modules with ``serve(admission)``, a context that listens and gives its address, None if it is
 not wanted. By the names that ``tandem serve`` prints."""
 
 
@@ -34,15 +34,15 @@ class Server(Admission):
 
     async def stop(self) -> None:
         """Close the entrypoints; streams still open end with UNAVAILABLE."""
-        await self.end()
+        await self.end_streams()
         await self._entrypoints.aclose()
 
     async def __aenter__(self) -> Self:
         """Open every entrypoint. ``ValueError`` if one of them cannot have its address."""
         async with AsyncExitStack() as entrypoints:
             for name, module in ENTRYPOINTS.items():
-                opened = import_module(module).opened(self)
-                self.addresses[name] = await entrypoints.enter_async_context(opened)
+                context = import_module(module).serve(self)
+                self.addresses[name] = await entrypoints.enter_async_context(context)
             self._entrypoints = entrypoints.pop_all()
         return self
 

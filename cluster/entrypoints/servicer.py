@@ -4,12 +4,12 @@ from typing import TypeAlias
 
 import grpc
 
-from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_raw_request
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
+from tandem.cluster.proto.grpc_settings import STREAM_KEY
 from tandem.cluster.proto.mapping import piece_to_proto, to_proto
-from tandem.cluster.proto.wire import STREAM_KEY
 from tandem.core.answer import Piece
 
 _Context: TypeAlias = grpc.aio.ServicerContext
@@ -22,7 +22,7 @@ class InferenceServicer(rpc.InferenceServicer):
         self._admission = admission
 
     async def Generate(self, message: pb.GenerateRequest, context: _Context) -> None:
-        first = {"digest": self._admission.ready().model.digest}
+        first = {"digest": self._admission.get_gateway().model.digest}
 
         async def write(piece: Piece) -> None:
             await context.write(piece_to_proto(piece, **first))
@@ -32,13 +32,13 @@ class InferenceServicer(rpc.InferenceServicer):
             first["proof"] = proof
 
         nonce = str(dict(context.invocation_metadata() or ()).get(STREAM_KEY, ""))
-        await self._admission.answer(to_unchecked(message), write, nonce, add_proof)
+        await self._admission.answer(to_raw_request(message), write, nonce, add_proof)
 
     async def Abort(self, message: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         return pb.AbortResponse(found=await self._admission.abort(message.request_id))
 
     async def GetModelInfo(self, _: pb.GetModelInfoRequest, context: _Context) -> pb.ModelInfo:
-        return to_proto(pb.ModelInfo, self._admission.ready().model)
+        return to_proto(pb.ModelInfo, self._admission.get_gateway().model)
 
     async def GetStatus(self, _: pb.GetStatusRequest, context: _Context) -> pb.Status:
         return to_proto(pb.Status, await self._admission.status())

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import grpc
 
-from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.cluster.proto.grpc_settings import RETRY_AFTER_KEY
 from tandem.core import errors
 
 _MAX_DETAILS = 2000
@@ -31,9 +31,9 @@ def status_of(error: BaseException) -> RpcStatus:
         case errors.Overloaded():
             hint = ((RETRY_AFTER_KEY, f"{error.retry_after_s:g}"),)
             return RpcStatus(grpc.StatusCode.RESOURCE_EXHAUSTED, details, hint)
-        case errors.OtherModel():
+        case errors.ModelMismatch():
             return RpcStatus(grpc.StatusCode.FAILED_PRECONDITION, details)
-        case errors.Poisonous() | errors.NonFinite():
+        case errors.PoisonRequest() | errors.NonFiniteLogits():
             return RpcStatus(grpc.StatusCode.INTERNAL, details)
         case errors.Unavailable():
             return RpcStatus(grpc.StatusCode.UNAVAILABLE, details)

@@ -9,17 +9,17 @@ from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES
 from tandem.core.config import TandemConfig
 from tandem.core.json_file import read_json
 
-MAX_UPLOADS_OF_CONNECTION = 8
+MAX_UPLOADS_PER_CONNECTION = 8
 MAX_UPLOADS = 64
-UPLOAD_S = 10.0
+UPLOAD_TIMEOUT_S = 10.0
 """Time that a message has to arrive whole."""
-CONTENDED_UPLOAD_S = 1.0
+CONTENDED_UPLOAD_TIMEOUT_S = 1.0
 """The same while other messages wait for their turn."""
-FIXED_MESSAGE_BYTES = 1 << 20
+BASE_MESSAGE_BYTES = 1 << 20
 BYTES_PER_TOKEN = 24
 """Bytes that a message may have for each token of the context: a token id takes at most 5, English
 text and code take 3 to 5, runs of white space many more."""
@@ -31,41 +31,41 @@ def max_message_bytes(config: TandemConfig) -> int:
     longest = config.model.max_model_len or raw.get("max_position_embeddings")
     if not isinstance(longest, int):  # what is wrong with the file is said where it is loaded
         return MAX_MESSAGE_BYTES
-    return min(FIXED_MESSAGE_BYTES + BYTES_PER_TOKEN * longest, MAX_MESSAGE_BYTES)
+    return min(BASE_MESSAGE_BYTES + BYTES_PER_TOKEN * longest, MAX_MESSAGE_BYTES)
 
 
-class _Turns:
+class _UploadPermits:
     """A number of turns to receive a message. Turns are short while others wait for one."""
 
-    def __init__(self, num_turns: int) -> None:
-        self._free = asyncio.Semaphore(num_turns)
+    def __init__(self, num_permits: int) -> None:
+        self._free = asyncio.Semaphore(num_permits)
         self._num_waiting = 0
-        self._began: dict[asyncio.Timeout, float] = {}
+        self._started_at: dict[asyncio.Timeout, float] = {}
 
     @property
     def is_idle(self) -> bool:
-        return not (self._began or self._num_waiting)
+        return not (self._started_at or self._num_waiting)
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def permit(self) -> AsyncIterator[None]:
         """Wait for a turn, and raise TimeoutError in it when its time is over."""
         await self._wait()
         try:
-            limit_s = CONTENDED_UPLOAD_S if self._num_waiting else UPLOAD_S
+            limit_s = CONTENDED_UPLOAD_TIMEOUT_S if self._num_waiting else UPLOAD_TIMEOUT_S
             async with asyncio.timeout(limit_s) as scope:
-                self._began[scope] = asyncio.get_running_loop().time()
+                self._started_at[scope] = asyncio.get_running_loop().time()
                 try:
                     yield
                 finally:
-                    del self._began[scope]
+                    del self._started_at[scope]
         finally:
             self._free.release()
 
     async def _wait(self) -> None:
         if self._free.locked():
-            for scope, began in self._began.items():
+            for scope, started_at in self._started_at.items():
                 if not scope.expired():
-                    scope.reschedule(began + CONTENDED_UPLOAD_S)
+                    scope.reschedule(started_at + CONTENDED_UPLOAD_TIMEOUT_S)
         self._num_waiting += 1
         try:
             await self._free.acquire()
@@ -77,9 +77,9 @@ class Uploads:
     """Turns of all connections of a server, owned by one asyncio loop."""
 
     def __init__(self) -> None:
-        self._all = _Turns(MAX_UPLOADS)
-        self._of_connection: defaultdict[str, _Turns] = defaultdict(
-            lambda: _Turns(MAX_UPLOADS_OF_CONNECTION)
+        self._all = _UploadPermits(MAX_UPLOADS)
+        self._of_connection: defaultdict[str, _UploadPermits] = defaultdict(
+            lambda: _UploadPermits(MAX_UPLOADS_PER_CONNECTION)
         )
 
     async def receive(self, messages: AsyncIterator[bytes], connection: str) -> bytes:
@@ -89,14 +89,14 @@ class Uploads:
             ValueError: The client ended its side of the call without a message.
             TimeoutError: The message did not arrive whole in time.
         """
-        own = self._of_connection[connection]
+        of_connection = self._of_connection[connection]
         try:
-            async with own.turn(), self._all.turn():
+            async with of_connection.permit(), self._all.permit():
                 async for data in messages:
                     return data
             raise ValueError("the call has no message; send one")
         except TimeoutError:
             raise TimeoutError("the message did not arrive whole in time; send it again") from None
         finally:
-            if own.is_idle:
+            if of_connection.is_idle:
                 self._of_connection.pop(connection, None)

@@ -7,31 +7,36 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tandem.cluster.gateway.checks import checked, request_id
+from tandem.cluster.gateway.checks import check_request, request_id
+from tandem.cluster.gateway.piece_writer import (
+    MAX_UNREAD_ANSWER_BYTES,
+    STALLED_S,
+    PieceWriter,
+    WritePiece,
+)
 from tandem.cluster.gateway.proofs import with_proof
-from tandem.cluster.gateway.reading import MAX_UNREAD_ANSWER_BYTES, STALLED_S, Reading, Write
 from tandem.cluster.gateway.tokenising import TokeniserThreads
 from tandem.core.answer import Piece
 from tandem.core.config import TandemConfig
 from tandem.core.errors import Draining, Overloaded
 from tandem.core.info import DRAINING, STARTING, ServerStatus
-from tandem.core.request import Request, Unchecked
+from tandem.core.request import RawRequest, Request
 
 if TYPE_CHECKING:  # the client's commands need no torch
-    from tandem.cluster.gateway.fan_out import Streams
+    from tandem.cluster.gateway.fan_out import AnswerGroup
     from tandem.cluster.gateway.gateway import ClusterGateway
 
-CLOSE_S = 5.0
+STREAM_CLOSE_TIMEOUT_S = 5.0
 """How long evicted streams may take to free what they hold."""
 
 
 class StreamWatcher:
     """Observes one stream; this one keeps nothing of it."""
 
-    def told(self, piece: Piece) -> None:
+    def on_piece(self, piece: Piece) -> None:
         """Take note of a piece that goes to the client."""
 
-    def ended(self, num_answers: int) -> None:
+    def on_end(self, num_answers: int) -> None:
         """Take note that no piece follows; the stream was to have ``num_answers`` last ones."""
 
 
@@ -42,12 +47,12 @@ class _Stream:
 
     nonce: str
     watcher: StreamWatcher
-    reading: Reading
+    writer: PieceWriter
     is_aborted: bool = False
-    answers: "Streams | None" = None
+    answers: "AnswerGroup | None" = None
     end_reason: str = ""
     scope: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
-    gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    closed: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def abort(self) -> None:
         """Its answers end here, also those that have not begun."""
@@ -80,7 +85,7 @@ class Admission:
         """Serve requests through ``gateway`` from now on."""
         self.gateway = gateway
 
-    def ready(self) -> "ClusterGateway":
+    def get_gateway(self) -> "ClusterGateway":
         """``Draining`` if there is none yet."""
         if self.gateway is None:
             raise Draining("the server is still starting; try again in a while")
@@ -99,32 +104,32 @@ class Admission:
 
     async def answer(
         self,
-        asked: Unchecked,
-        write: Write,
+        raw_request: RawRequest,
+        write: WritePiece,
         nonce: str = "",
         on_proof: Callable[[str], None] = lambda proof: None,
     ) -> None:
-        """Check what is ``asked``, and ``write`` every piece of its answers. All attempts at one
-        stream have the same ``nonce``: a later one ends an earlier. ``on_proof`` is called before
-        the first piece, with the proof that the client needs to resume the answer.
+        """Check what is ``raw_request``, and ``write`` every piece of its answers. All attempts at
+        one stream have the same ``nonce``: a later one ends an earlier. ``on_proof`` is called
+        before the first piece, with the proof that the client needs to resume the answer.
 
-        Raises what ``checked``, ``ClusterGateway.begin`` and what it begins raise; ``Overloaded``
-        before anything is tokenised; ``Draining`` if it is ended or given up, so that its client
-        resumes.
+        Raises what ``check_request``, ``ClusterGateway.start_answers`` and what it begins raise;
+        ``Overloaded`` before anything is tokenised; ``Draining`` if it is ended or given up, so
+        that its client resumes.
         """
-        gateway, name = self.ready(), request_id(asked.request_id)
-        async with self._admitted(name, nonce) as stream:
-            is_resume = bool(asked.resume_proof and asked.resume_token_ids)
-            self._check_room(gateway, is_resume)
-            named = replace(asked, request_id=name)
-            check = partial(_checked, named, gateway)
-            request, proof = await self._threads.run(len(asked.prompt or ""), check)
-            if is_resume and not request.is_begun:
-                self._check_room(gateway, False)
+        gateway, name = self.get_gateway(), request_id(raw_request.request_id)
+        async with self._open_stream(name, nonce) as stream:
+            is_resume = bool(raw_request.resume_proof and raw_request.resume_token_ids)
+            self._check_capacity(gateway, is_resume)
+            named = replace(raw_request, request_id=name)
+            check = partial(_check_request, named, gateway)
+            request, proof = await self._threads.run(len(raw_request.prompt or ""), check)
+            if is_resume and not request.is_resumed:
+                self._check_capacity(gateway, False)
             on_proof(proof)
-            answers = stream.answers = gateway.begin(request)
+            answers = stream.answers = gateway.start_answers(request)
             num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
-            answers.on_overfull = lambda: stream.end(
+            answers.on_backlog_full = lambda: stream.end(
                 f"more than {num_kb} kB of the answer were left unread; resume it"
             )
             if stream.is_aborted:
@@ -132,16 +137,16 @@ class Admission:
             try:
                 async with aclosing(answers.pieces()) as pieces:
                     async for piece in pieces:
-                        stream.watcher.told(piece)
-                        await stream.reading.write(piece, write)
+                        stream.watcher.on_piece(piece)
+                        await stream.writer.write(piece, write)
             finally:
-                stream.watcher.ended(request.sampling.n)
+                stream.watcher.on_end(request.sampling.n)
 
     async def abort(self, name: str) -> bool:
         """End a request, also one that has not begun; False if there is none of this name."""
         if not name:
             raise ValueError("request_id='': name the request to abort")
-        self.ready()
+        self.get_gateway()
         if stream := self._streams.get(name):
             stream.abort()
         return stream is not None
@@ -152,37 +157,37 @@ class Admission:
         self._is_leaving = True
         await asyncio.sleep(self.config.server.lame_duck_s)
         self._is_draining = True
-        await self._gone(self.config.server.drain_timeout_s)
-        await self.end()
+        await self._wait_until_closed(self.config.server.drain_timeout_s)
+        await self.end_streams()
 
-    async def end(self) -> None:
-        """Every open stream, with ``Draining``; it has CLOSE_S to free things."""
+    async def end_streams(self) -> None:
+        """Every open stream, with ``Draining``; it has STREAM_CLOSE_TIMEOUT_S to free things."""
         self._is_leaving = self._is_draining = True
         for stream in self._streams.values():
             stream.end("the server shut down before the answer ended")
-        await self._gone(CLOSE_S)
+        await self._wait_until_closed(STREAM_CLOSE_TIMEOUT_S)
         self._threads.close()
 
-    def _check_room(self, gateway: "ClusterGateway", is_begun: bool) -> None:
+    def _check_capacity(self, gateway: "ClusterGateway", is_resumed: bool) -> None:
         """Raise ``Overloaded`` if another request cannot be queued, or if too many streams are
         open. Where one of them lags, that one is ended instead, so that its client resumes. Begun
         answers have a reserve."""
-        gateway.check_queue(1, is_begun)
-        num_reserved = self.config.decode.num_rows if is_begun else 0
+        gateway.check_queue(1, is_resumed)
+        num_reserved = self.config.decode.num_rows if is_resumed else 0
         if len(self._streams) > gateway.max_streams + num_reserved:
             open_streams = [stream for stream in self._streams.values() if not stream.end_reason]
-            slowest = max(open_streams, key=lambda stream: stream.reading.lag_s)
-            if slowest.reading.lag_s < STALLED_S:
+            slowest = max(open_streams, key=lambda stream: stream.writer.lag_s)
+            if slowest.writer.lag_s < STALLED_S:
                 raise Overloaded(f"{len(self._streams) - 1} streams are open already")
             slowest.end("it was read more slowly than others, and there is no room for all; resume")
 
-    async def _gone(self, timeout_s: float) -> None:
+    async def _wait_until_closed(self, timeout_s: float) -> None:
         """Wait for those that are open now; none may be added meanwhile."""
-        if gone := [stream.gone for stream in self._streams.values()]:
-            await asyncio.wait(gone, timeout=timeout_s)
+        if closed := [stream.closed for stream in self._streams.values()]:
+            await asyncio.wait(closed, timeout=timeout_s)
 
     @asynccontextmanager
-    async def _admitted(self, name: str, nonce: str) -> AsyncIterator[_Stream]:
+    async def _open_stream(self, name: str, nonce: str) -> AsyncIterator[_Stream]:
         """A stream that is open and has the name. An earlier attempt at it, whose break this server
         has not noticed, is ended first; ``ValueError`` if another request has the name,
         ``Draining`` if there is no entry, or when it is ended."""
@@ -193,11 +198,11 @@ class Admission:
                     "use another or leave it empty"
                 )
             earlier.end("a later attempt at this stream took its place")
-            await asyncio.wait([earlier.gone])
+            await asyncio.wait([earlier.closed])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")
-        reading = Reading(self.config.server.write_timeout_s)
-        stream = self._streams[name] = _Stream(nonce, self.on_stream(), reading)
+        writer = PieceWriter(self.config.server.write_timeout_s)
+        stream = self._streams[name] = _Stream(nonce, self.on_stream(), writer)
         try:
             async with stream.scope:
                 yield stream
@@ -207,14 +212,14 @@ class Admission:
             raise
         finally:
             del self._streams[name]
-            stream.gone.set_result(None)
+            stream.closed.set_result(None)
 
 
-def _checked(message: Unchecked, gateway: "ClusterGateway") -> tuple[Request, str]:
+def _check_request(raw_request: RawRequest, gateway: "ClusterGateway") -> tuple[Request, str]:
     """Return ``message`` as a request, and the proof for its client.
 
     Raises:
-        ValueError, OtherModel: As ``checked`` does.
+        ValueError, ModelMismatch: As ``check_request`` does.
     """
-    request = checked(message, gateway.model, gateway.tokenizer)
-    return with_proof(request, message.resume_proof, gateway.proof_key, gateway.model.digest)
+    request = check_request(raw_request, gateway.model, gateway.tokenizer)
+    return with_proof(request, raw_request.resume_proof, gateway.proof_key, gateway.model.digest)

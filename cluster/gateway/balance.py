@@ -3,17 +3,17 @@
 from collections import defaultdict
 from collections.abc import Iterable
 
-from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.core.eplb import ratio_of_loads
 
 
-def balance_ratios(ranks: Iterable[Handle]) -> dict[str, float]:
+def balance_ratios(ranks: Iterable[RankHandle]) -> dict[str, float]:
     """Return the balance ratio of each gang by its name, as of the ranks' last heartbeats; a gang
     of one rank has none."""
     loads: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for rank in ranks:
-        if rank.beat is not None and rank.beat.held.rows_by_layer:
-            loads[rank.info.spec.gang].append(rank.beat.held.rows_by_layer)
+        if rank.heartbeat is not None and rank.heartbeat.load.rows_by_layer:
+            loads[rank.info.spec.gang].append(rank.heartbeat.load.rows_by_layer)
     ratios = {}
     for gang, loads_RL in loads.items():
         loads_LR = list(zip(*loads_RL, strict=True))

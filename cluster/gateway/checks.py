@@ -1,7 +1,7 @@
-"""What may be asked of a model: from ``Unchecked`` to ``Request``, whichever entrypoint it came
+"""What may be asked of a model: from ``RawRequest`` to ``Request``, whichever entrypoint it came
 through.
 
-Fields are named as users know them: as those of ``Unchecked``, and as on the wire.
+Fields are named as users know them: as those of ``RawRequest``, and as on the wire.
 """
 
 import math
@@ -12,9 +12,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from tandem.core import request as kinds
-from tandem.core.errors import OtherModel, TextTooLong
+from tandem.core.errors import ModelMismatch, TextTooLong
 from tandem.core.info import ModelInfo
-from tandem.core.request import Request, SamplingParams, Unchecked
+from tandem.core.request import RawRequest, Request, SamplingParams
 from tandem.core.stopping import stop_ids
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_CHARS = 4096
-MOST = {"sampling.stop": 32, "sampling.stop_token_ids": 1024, "sampling.logit_bias": 1024}
+MAX_ITEMS = {"sampling.stop": 32, "sampling.stop_token_ids": 1024, "sampling.logit_bias": 1024}
 """Of each list, whatever the model."""
 MAX_DELTA = {kinds.RELAXED: 1, kinds.RELAXED_LOG_PROBS: 100}
 ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
-_DEFAULT = Unchecked()
+_DEFAULT = RawRequest()
 _RANGE = "{low} to {high}"
 _ABOVE_0 = "use a number above 0 and up to {high}"
 _ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
@@ -48,9 +48,9 @@ class Bounds(NamedTuple):
             refuse(field, value, self.remedy.format(low=self.low, high=self.high))
 
 
-def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
+def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]:
     """Of every number that can be set. What is left at its default is not looked up."""
-    max_tokens, default = asked.sampling.max_tokens, _DEFAULT.sampling.max_tokens
+    max_tokens, default = raw_request.sampling.max_tokens, _DEFAULT.sampling.max_tokens
     table = {
         "sampling.temperature": Bounds(1e-5, 100, f"use 0 (greedy) or {_RANGE}"),
         "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
@@ -75,51 +75,54 @@ def bounds(asked: Unchecked, model: ModelInfo) -> dict[str, Bounds]:
         "speculation.typical_epsilon": Bounds(0, 0, _ONLY_TYPICAL),
         "speculation.typical_alpha": Bounds(0, 0, _ONLY_TYPICAL),
     }
-    if asked.speculation.acceptance == kinds.TYPICAL:
+    if raw_request.speculation.acceptance == kinds.TYPICAL:
         names = "speculation.typical_epsilon", "speculation.typical_alpha"
         return table | dict.fromkeys(names, Bounds(ABOVE_0, 1, _ABOVE_0))
-    if (most_delta := MAX_DELTA.get(asked.speculation.acceptance)) is None:
+    if (max_delta := MAX_DELTA.get(raw_request.speculation.acceptance)) is None:
         return table
     return table | {
         "sampling.temperature": Bounds(0, 0, _ONLY_GREEDY),
         "speculation.relaxed_top_n": Bounds(1, model.vocab_size, f"use {_RANGE}, or 0 for 1"),
-        "speculation.relaxed_delta": Bounds(0, most_delta),
+        "speculation.relaxed_delta": Bounds(0, max_delta),
     }
 
 
-def checked(asked: Unchecked, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
-    """``asked`` as a request that ``model`` can serve.
+def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
+    """``raw_request`` as a request that ``model`` can serve.
 
-    Raises ``ValueError`` naming the field, its value and what would be right, ``OtherModel`` if
+    Raises ``ValueError`` naming the field, its value and what would be right, ``ModelMismatch`` if
     another model began the answer.
     """
-    if asked.resume_model not in ("", model.digest):
-        raise OtherModel(
-            f"resume_model={asked.resume_model:.64}: another model began this answer, this server "
-            f"has {model.name} with digest {model.digest}; resume it at a server of that model, or "
-            "send the request again without resume_token_ids"
+    if raw_request.resume_model not in ("", model.digest):
+        raise ModelMismatch(
+            f"resume_model={raw_request.resume_model:.64}: another model began this answer, this "
+            f"server has {model.name} with digest {model.digest}; resume it at a server of that "
+            "model, or send the request again without resume_token_ids"
         )
     token = Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}")
-    most = model.max_model_len - 1
+    max_items = model.max_model_len - 1
     request = Request(
-        request_id=request_id(asked.request_id),
-        prompt_ids=_prompt_ids(asked.prompt, model, tokenizer, token),
-        output_ids=_token_ids("resume_token_ids", asked.resume_token_ids, token, most),
-        sampling=asked.sampling,
-        speculation=asked.speculation,
+        request_id=request_id(raw_request.request_id),
+        prompt_ids=_prompt_ids(raw_request.prompt, model, tokenizer, token),
+        output_ids=_token_ids("resume_token_ids", raw_request.resume_token_ids, token, max_items),
+        sampling=raw_request.sampling,
+        speculation=raw_request.speculation,
     )
-    for field, bound in bounds(asked, model).items():
-        if (value := attrgetter(field)(asked)) != attrgetter(field)(_DEFAULT):
+    for field, bound in field_bounds(raw_request, model).items():
+        if (value := attrgetter(field)(raw_request)) != attrgetter(field)(_DEFAULT):
             bound.check(field, value)
-    _check_lists(asked, token)
-    _check_acceptance(asked.speculation.acceptance, model)
-    if asked.speculation.acceptance == kinds.TYPICAL and asked.sampling.temperature == 0:
+    _check_lists(raw_request, token)
+    _check_acceptance(raw_request.speculation.acceptance, model)
+    if (
+        raw_request.speculation.acceptance == kinds.TYPICAL
+        and raw_request.sampling.temperature == 0
+    ):
         refuse("sampling.temperature", 0, _ONLY_SAMPLED)
     if request.output_ids and request.sampling.n > 1:
         remedy = "answers are resumed one by one; ask for n=1 with the seed of that answer"
         refuse("sampling.n", request.sampling.n, remedy)
-    request = replace(request, sampling=_with_stop_ids(asked.sampling, model, tokenizer))
-    _check_ends(request, model)
+    request = replace(request, sampling=_with_stop_ids(raw_request.sampling, model, tokenizer))
+    _check_min_tokens(request, model)
     return request
 
 
@@ -127,10 +130,10 @@ def refuse(field: str, value: Any, remedy: str) -> NoReturn:
     raise ValueError(f"{field}={value!r}: {remedy}")
 
 
-def few(field: str, values: _Items, most: int = 0) -> _Items:
-    """``values``, not yet read; ``ValueError`` if there are more than MOST, else ``most``."""
-    if len(values) > (most := MOST.get(field, most)):
-        refuse(f"len({field})", len(values), f"use at most {most}")
+def check_count(field: str, values: _Items, max_items: int = 0) -> _Items:
+    """``values``, not yet read; ``ValueError`` if there are more than MOST, else ``max_items``."""
+    if len(values) > (max_items := MAX_ITEMS.get(field, max_items)):
+        refuse(f"len({field})", len(values), f"use at most {max_items}")
     return values
 
 
@@ -148,7 +151,7 @@ def _prompt_ids(
     if prompt is None:
         raise ValueError("the request has no prompt; give text or token_ids")
     kind = "text" if isinstance(prompt, str) else "token_ids"
-    ids = _encoded(prompt, model, tokenizer) if isinstance(prompt, str) else prompt
+    ids = _encode(prompt, model, tokenizer) if isinstance(prompt, str) else prompt
     if not ids:
         raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
     if len(ids) >= model.max_model_len:
@@ -163,15 +166,15 @@ def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:
     )
 
 
-def _encoded(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
+def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
     """Untokenised is refused what has too many tokens however it is tokenised."""
     if not text:
         refuse("text", "", "the prompt is empty; give some text")
-    num_bytes, longest = len(text.encode()), tokenizer.longest_token_bytes
-    if longest is not None and num_bytes > (most := (model.max_model_len - 1) * longest):
+    num_bytes, longest = len(text.encode()), tokenizer.max_token_bytes
+    if longest is not None and num_bytes > (max_bytes := (model.max_model_len - 1) * longest):
         raise ValueError(
             f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "
-            f"in model.max_model_len={model.max_model_len} hold {most} at the very most"
+            f"in model.max_model_len={model.max_model_len} hold {max_bytes} at the very most"
         )
     try:
         return tokenizer.encode(text, model.max_model_len - 1)
@@ -179,18 +182,20 @@ def _encoded(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
         _refuse_length("text", error.num_tokens, model)
 
 
-def _token_ids(field: str, ids: Collection[int], token: Bounds, most: int = 0) -> tuple[int, ...]:
+def _token_ids(
+    field: str, ids: Collection[int], token: Bounds, max_items: int = 0
+) -> tuple[int, ...]:
     """In the order given; counted before they are looked at."""
-    few(field, ids, most)
+    check_count(field, ids, max_items)
     if ids and not token.low <= min(ids) <= max(ids) <= token.high:
         for i, value in enumerate(ids):
             token.check(f"{field}[{i}]", value)
     return tuple(ids)
 
 
-def _check_lists(asked: Unchecked, token: Bounds) -> None:
-    sampling = asked.sampling
-    few("sampling.stop", sampling.stop)
+def _check_lists(raw_request: RawRequest, token: Bounds) -> None:
+    sampling = raw_request.sampling
+    check_count("sampling.stop", sampling.stop)
     if (num_chars := sum(map(len, sampling.stop))) > MAX_STOP_CHARS:
         raise ValueError(f"sampling.stop: {num_chars} characters; use at most {MAX_STOP_CHARS}")
     if "" in sampling.stop:
@@ -222,7 +227,7 @@ def _with_stop_ids(
     return replace(sampling, stop_token_ids=sampling.stop_token_ids + known)
 
 
-def _check_ends(request: Request, model: ModelInfo) -> None:
+def _check_min_tokens(request: Request, model: ModelInfo) -> None:
     """``ValueError`` if before ``min_tokens`` every token is forbidden, as all would end the
     answer."""
     num_left = request.sampling.min_tokens - len(request.output_ids)

@@ -10,16 +10,31 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.gateway.balance import balance_ratios
 from tandem.cluster.gateway.fleet import Fleet
-from tandem.core.beat import Beat
+from tandem.core.heartbeat import Heartbeat
 
-RANK, GANG = ("rank", "kind"), ("gang", "kind")
-_GAUGES: dict[str, tuple[str, Callable[[Beat], float]]] = {
-    "rank_rows": ("Sequences in the steps of a rank.", lambda beat: beat.held.num_active_rows),
-    "rank_waiting": ("Sequences that wait there for a row.", lambda beat: beat.num_waiting),
-    "rank_prompt_tokens": ("Tokens to be computed there.", lambda beat: beat.num_tokens_left),
-    "rank_leases": ("Pulls, or offers not released.", lambda beat: beat.held.num_open_leases),
-    "rank_channels": ("Connections to other ranks.", lambda beat: beat.held.num_channels),
-    "rank_quarantined": ("Buffers that wait for one.", lambda beat: beat.held.num_quarantined),
+RANK_LABELS, GANG_LABELS = ("rank", "kind"), ("gang", "kind")
+_GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
+    "rank_rows": (
+        "Sequences in the steps of a rank.",
+        lambda heartbeat: heartbeat.load.num_active_rows,
+    ),
+    "rank_waiting": (
+        "Sequences that wait there for a row.",
+        lambda heartbeat: heartbeat.num_waiting,
+    ),
+    "rank_prompt_tokens": (
+        "Tokens to be computed there.",
+        lambda heartbeat: heartbeat.num_tokens_left,
+    ),
+    "rank_leases": (
+        "Pulls, or offers not released.",
+        lambda heartbeat: heartbeat.load.num_open_leases,
+    ),
+    "rank_channels": ("Connections to other ranks.", lambda heartbeat: heartbeat.load.num_channels),
+    "rank_quarantined": (
+        "Buffers that wait for one.",
+        lambda heartbeat: heartbeat.load.num_quarantined,
+    ),
 }
 _COUNTERS = {
     "rank_steps": ("Steps of a rank in this life.", "num_steps"),
@@ -34,57 +49,63 @@ _COUNTERS = {
 _Sample = tuple[Sequence[str], float]
 
 
-def known(admission: Admission) -> Iterator[Metric]:
+def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
     """Yield what a gateway knows of its cluster."""
     yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
     if (gateway := admission.gateway) is None:
         return
-    num_begun = sum(streams.num_begun for streams in gateway.running)
-    num_waiting = sum(map(len, gateway.running)) - num_begun
-    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_begun)])
+    num_running = sum(streams.num_with_tokens for streams in gateway.open_answers)
+    num_waiting = sum(map(len, gateway.open_answers)) - num_running
+    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_running)])
     yield gauge("num_requests_waiting", "Answers without one.", (), [((), num_waiting)])
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
     yield counter("migrations", "Attempts that others went on from.", ["reason"], migrations)
-    yield from of_gangs(gateway.fleet)
-    yield from of_ranks(gateway.fleet)
+    yield from gang_metrics(gateway.fleet)
+    yield from rank_metrics(gateway.fleet)
 
 
-def of_ranks(fleet: Fleet) -> Iterator[Metric]:
+def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
     ranks = [((r.info.spec.label, r.info.spec.kind), r) for r in fleet.ranks.values()]
-    beats = [(names, rank.beat) for names, rank in ranks if rank.beat is not None]
+    heartbeats = [(names, rank.heartbeat) for names, rank in ranks if rank.heartbeat is not None]
     for name, (text, read) in _GAUGES.items():
-        yield gauge(name, text, RANK, [(names, read(beat)) for names, beat in beats])
+        yield gauge(
+            name, text, RANK_LABELS, [(names, read(heartbeat)) for names, heartbeat in heartbeats]
+        )
     for name, (text, key) in _COUNTERS.items():
-        told = [(names, beat.held.counters) for names, beat in beats]
-        yield counter(name, text, RANK, [(names, one[key]) for names, one in told if key in one])
+        counters = [(names, heartbeat.load.counters) for names, heartbeat in heartbeats]
+        yield counter(
+            name, text, RANK_LABELS, [(names, one[key]) for names, one in counters if key in one]
+        )
     used = [(names, 1 - r.load.num_free_tokens / r.info.max_tokens) for names, r in ranks]
-    yield gauge("kv_cache_usage_perc", "Share of its cache that sequences hold.", RANK, used)
+    yield gauge("kv_cache_usage_perc", "Share of its cache that sequences hold.", RANK_LABELS, used)
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
-    yield gauge("rank_up", "Whether it gets requests.", RANK, up)
+    yield gauge("rank_up", "Whether it gets requests.", RANK_LABELS, up)
     ratios = balance_ratios(fleet.ranks.values())
     gangs = [(names, rank.info.spec.gang) for names, rank in ranks]
     balances = [(names, ratios[gang]) for names, gang in gangs if gang in ratios]
     info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
-    yield gauge("rank_info", "What computes its steps, in which form.", (*RANK, "kernels"), info)
-    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK, balances)
+    yield gauge(
+        "rank_info", "What computes its steps, in which form.", (*RANK_LABELS, "kernels"), info
+    )
+    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK_LABELS, balances)
 
 
-def of_gangs(fleet: Fleet) -> Iterator[Metric]:
-    states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.applied.gangs]
-    yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG, "state"), states)
-    deaths = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.applied.gangs]
-    yield counter("gang_deaths", "Lives of a gang that ended.", GANG, deaths)
+def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
+    states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.membership.gangs]
+    yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG_LABELS, "state"), states)
+    failures = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.membership.gangs]
+    yield counter("gang_deaths", "Lives of a gang that ended.", GANG_LABELS, failures)
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
-    return _filled(GaugeMetricFamily(f"tandem_{name}", text, labels=labels), samples)
+    return _add_samples(GaugeMetricFamily(f"tandem_{name}", text, labels=labels), samples)
 
 
 def counter(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
-    return _filled(CounterMetricFamily(f"tandem_{name}", text, labels=labels), samples)
+    return _add_samples(CounterMetricFamily(f"tandem_{name}", text, labels=labels), samples)
 
 
-def _filled(
+def _add_samples(
     family: GaugeMetricFamily | CounterMetricFamily, samples: Iterable[_Sample]
 ) -> GaugeMetricFamily | CounterMetricFamily:
     for labels, value in samples:

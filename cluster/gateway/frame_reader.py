@@ -8,90 +8,99 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.cluster.gateway.retries import Retries
-from tandem.core.beat import Beat
-from tandem.core.control import ask
+from tandem.core.control import call_rank
 from tandem.core.errors import RankLost
+from tandem.core.heartbeat import Heartbeat
 from tandem.core.request import TokenFrame
 from tandem.core.schema import unpack
 from tandem.runtime.frames import FrameStream, connect
 
 log = logging.getLogger(__name__)
-LONGEST_PAUSE_S = 5.0
-MIN_BEAT_S = 0.1
+MAX_RECONNECT_PAUSE_S = 5.0
+MIN_HEARTBEAT_PERIOD_S = 0.1
 """Minimum time between two heartbeats, however many calls of GetStatus wait for one."""
-OnLost = Callable[[Handle, Exception], None]
+OnLost = Callable[[RankHandle, Exception], None]
 
 
-async def listen(
-    rank: Handle, session: int, beat_s: float, stuck_s: float, on_lost: OnLost
+async def follow_rank(
+    rank: RankHandle, session: int, heartbeat_s: float, stall_timeout_s: float, on_lost: OnLost
 ) -> None:
     """Hear the rank until cancelled: its frames if it sends some, else what it answers.
 
-    When it is lost, it is tried again and again. ``session`` outlives connections, ``stuck_s`` is
-    the bound until it has told its own.
+    When it is lost, it is tried again and again. ``session`` outlives connections,
+    ``stall_timeout_s`` is the bound until it has told its own.
     """
-    retries = Retries(LONGEST_PAUSE_S)
+    retries = Retries(MAX_RECONNECT_PAUSE_S)
     try:
         while True:
-            rank.under_way.clear()
+            rank.pending_heartbeats.clear()
             try:
                 if rank.info.frames is not None:
-                    stream = await connect(rank.life, rank.info.frames, session)
-                    await _read(rank, stream, beat_s, stuck_s, retries)
+                    stream = await connect(rank.epoch_name, rank.info.frames, session)
+                    await _read_frames(rank, stream, heartbeat_s, stall_timeout_s, retries)
                 else:
-                    await _ask(rank, beat_s, stuck_s, retries)
+                    await _poll_heartbeats(rank, heartbeat_s, stall_timeout_s, retries)
             except Exception as error:
-                log.warning("%s is not heard: %s", rank.life, error)
-                if rank.liveness.end(error):
+                log.warning("%s is not heard: %s", rank.epoch_name, error)
+                if rank.liveness.mark_lost(error):
                     on_lost(rank, error)
             await retries.pause()
     finally:
-        rank.liveness.end(RankLost(f"{rank.life} has left the cluster"))
+        rank.liveness.mark_lost(RankLost(f"{rank.epoch_name} has left the cluster"))
 
 
-async def _ask(rank: Handle, beat_s: float, bound_s: float, retries: Retries) -> None:
-    while True:
-        rank.beat_sent()
-        bound_s = rank.heard(await ask(rank.control, "beat", None, Beat, bound_s))
-        retries.progressed()
-        await _due(rank, beat_s)
-
-
-async def _read(
-    rank: Handle, stream: FrameStream, beat_s: float, bound_s: float, retries: Retries
+async def _poll_heartbeats(
+    rank: RankHandle, heartbeat_s: float, stall_threshold_s: float, retries: Retries
 ) -> None:
-    beats = asyncio.create_task(_beat(rank, stream, beat_s))
+    while True:
+        rank.on_heartbeat_sent()
+        stall_threshold_s = rank.on_heartbeat(
+            await call_rank(rank.control, "heartbeat", None, Heartbeat, stall_threshold_s)
+        )
+        retries.reset()
+        await _wait_until_due(rank, heartbeat_s)
+
+
+async def _read_frames(
+    rank: RankHandle,
+    stream: FrameStream,
+    heartbeat_s: float,
+    stall_threshold_s: float,
+    retries: Retries,
+) -> None:
+    heartbeats = asyncio.create_task(_send_heartbeats(rank, stream, heartbeat_s))
     now = asyncio.get_running_loop().time
     try:
-        async with asyncio.timeout(beat_s + bound_s) as silence:
+        async with asyncio.timeout(heartbeat_s + stall_threshold_s) as silence:
             async for data in stream.frames():
                 frame = unpack(TokenFrame, data)
-                rank.inboxes.put(frame.updates)
-                if frame.beat is not None:
-                    bound_s = rank.heard(frame.beat)
-                    retries.progressed()
-                silence.reschedule(now() + beat_s + bound_s)
-        raise RankLost(f"{rank.life} ended its frames")
+                rank.inboxes.deliver(frame.updates)
+                if frame.heartbeat is not None:
+                    stall_threshold_s = rank.on_heartbeat(frame.heartbeat)
+                    retries.reset()
+                silence.reschedule(now() + heartbeat_s + stall_threshold_s)
+        raise RankLost(f"{rank.epoch_name} ended its frames")
     except TimeoutError:
-        raise RankLost(f"no sign of life for {bound_s:g} s") from None
+        raise RankLost(f"no sign of life for {stall_threshold_s:g} s") from None
     finally:
-        beats.cancel()
+        heartbeats.cancel()
         stream.close()
 
 
-async def _beat(rank: Handle, stream: FrameStream, beat_s: float) -> None:
+async def _send_heartbeats(rank: RankHandle, stream: FrameStream, heartbeat_s: float) -> None:
     """What was granted before a beat was sent has to be alive in its answer."""
     while True:
-        rank.beat_sent()
-        stream.beat()
-        await _due(rank, beat_s)
+        rank.on_heartbeat_sent()
+        stream.send_heartbeat()
+        await _wait_until_due(rank, heartbeat_s)
 
 
-async def _due(rank: Handle, beat_s: float) -> None:
-    """Wait until the next heartbeat is due: after ``beat_s``, or earlier if a status wants it."""
-    await asyncio.sleep(min(beat_s, MIN_BEAT_S))
+async def _wait_until_due(rank: RankHandle, heartbeat_s: float) -> None:
+    """Wait until the next heartbeat is due: after ``heartbeat_s``, or earlier if a status wants
+    it."""
+    await asyncio.sleep(min(heartbeat_s, MIN_HEARTBEAT_PERIOD_S))
     with suppress(TimeoutError):
-        async with asyncio.timeout(beat_s - MIN_BEAT_S):
-            await rank.beat_wanted.wait()
+        async with asyncio.timeout(heartbeat_s - MIN_HEARTBEAT_PERIOD_S):
+            await rank.heartbeat_requested.wait()

@@ -14,11 +14,11 @@ from weakref import WeakSet
 from tandem.cluster.gateway.affinity import PrefixAffinity
 from tandem.cluster.gateway.answer import Answer
 from tandem.cluster.gateway.balance import balance_ratios
-from tandem.cluster.gateway.fan_out import Streams, expand
-from tandem.cluster.gateway.fleet import Fleet, Members
+from tandem.cluster.gateway.fan_out import AnswerGroup, split_request
+from tandem.cluster.gateway.fleet import ClusterMembers, Fleet
 from tandem.cluster.gateway.flow import run_request
-from tandem.cluster.gateway.handles import Pair
-from tandem.cluster.gateway.recovery import Trials
+from tandem.cluster.gateway.handles import AttemptRoute
+from tandem.cluster.gateway.recovery import AttemptHistory
 from tandem.cluster.gateway.router import check_fit, choose_route
 from tandem.core.answer import Piece
 from tandem.core.config import TandemConfig
@@ -37,14 +37,14 @@ SPARE_STREAMS = 64
 class ClusterGateway:
     """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
 
-    def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: Members) -> None:
+    def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: ClusterMembers) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._affinity = PrefixAffinity()
-        self.running: WeakSet[Streams] = WeakSet()
+        self.open_answers: WeakSet[AnswerGroup] = WeakSet()
         """For as long as somebody reads them."""
         self.migrations: Counter[str] = Counter()
         """Answers that went on in another attempt, by the error that ended the one before."""
-        self.fleet = Fleet(members, config, self._warm)
+        self.fleet = Fleet(members, config, self._send_warm_up)
         self.model = self.fleet.of_kind(DECODE)[0].info.model
         """What is served; the same for all lives of all ranks."""
 
@@ -53,48 +53,50 @@ class ClusterGateway:
         """Bound on open streams: those that may have or wait for a row, and some to spare."""
         return self._num_rows() + self.config.server.max_queued + SPARE_STREAMS
 
-    def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
+    def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
         """Raise Overloaded when ``num_answers`` more could not be queued. Costs nothing.
 
         Begun answers have a reserve, one place for each row of the cluster: each has had a row.
         """
-        num_reserved = self.config.decode.num_rows if is_begun else 0
-        num_queued = sum(map(len, self.running)) - self._num_rows()
+        num_reserved = self.config.decode.num_rows if is_resumed else 0
+        num_queued = sum(map(len, self.open_answers)) - self._num_rows()
         if num_queued + num_answers > self.config.server.max_queued + num_reserved:
             raise Overloaded(f"{max(0, num_queued)} requests are queued already")
 
     @property
     def proof_key(self) -> bytes:
         """Secret of the cluster with which gateways sign proofs, b"" for none."""
-        return self.fleet.applied.proof_key
+        return self.fleet.membership.proof_key
 
-    def begin(self, request: Request) -> Streams:
+    def start_answers(self, request: Request) -> AnswerGroup:
         """Its answers, written from now on: who begins them reads their pieces at once. These raise
         what run_request raises.
 
         Raises Overloaded when the queue is full, ValueError for what cannot be answered.
         """
-        answers = [self._answer(index, asked) for index, asked in enumerate(expand(request))]
+        answers = [
+            self._make_answer(index, asked) for index, asked in enumerate(split_request(request))
+        ]
         if not all(answer.is_finished for answer in answers):
             self._admit(answers)
-        self.running.add(streams := Streams(answers, self._serve))
+        self.open_answers.add(streams := AnswerGroup(answers, self._serve))
         return streams
 
-    def _answer(self, index: int, request: Request) -> Answer:
+    def _make_answer(self, index: int, request: Request) -> Answer:
         skips = request.sampling.skip_special_tokens
         text = TextStream(self.tokenizer, skip_special_tokens=skips)
         return Answer(request, text, self.model, index)
 
     def is_healthy(self) -> bool:
         """A prefill and a decode rank are left that work together."""
-        return bool(self.fleet.usable())
+        return bool(self.fleet.usable_pairs())
 
     async def status(self, num_running: int) -> ServerStatus:
         """With the number of open streams, which its server knows."""
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
         ratios = balance_ratios(handles)
-        cold = self.fleet.cold_pairs()
+        cold = self.fleet.cold_pair_causes()
         ranks = [
             replace(
                 rank,
@@ -103,18 +105,18 @@ class ClusterGateway:
             )
             for rank, handle in zip(ranks, handles, strict=True)
         ]
-        unready = self.fleet.unready()
+        unready = self.fleet.unready_gangs()
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
         at_best = DEGRADED if any(rank.cause for rank in ranks) else SERVING
         state = at_best if self.is_healthy() else NOT_SERVING
         return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
 
-    async def _warm(self, pair: Pair) -> None:
+    async def _send_warm_up(self, pair: AttemptRoute) -> None:
         """A tiny request over a pair of ranks. Raises ValueError if they do not fit."""
         check_fit(pair.prefill, pair.decode)
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         request = Request(pair.identity.request_id, (0, 0), sampling=sampling)
-        answer = self._answer(0, request)
+        answer = self._make_answer(0, request)
         await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
 
     def _num_rows(self) -> int:
@@ -126,53 +128,59 @@ class ClusterGateway:
 
         What a prefill rank could not read again in full must not begin: it could not migrate.
         """
-        self.check_queue(len(answers), answers[0].request.is_begun)
-        infos = [handle.info for pair in self.fleet.usable() for handle in pair]
-        most = len(answers[0].request.prompt_ids) + answers[0].num_most
-        room = min((info.max_tokens for info in infos), default=most)
-        if most > room:
+        self.check_queue(len(answers), answers[0].request.is_resumed)
+        infos = [handle.info for pair in self.fleet.usable_pairs() for handle in pair]
+        max_tokens = len(answers[0].request.prompt_ids) + answers[0].max_output_tokens
+        capacity = min((info.max_tokens for info in infos), default=max_tokens)
+        if max_tokens > capacity:
             raise ValueError(
-                f"max_tokens: prompt and answer of up to {most} tokens do not fit the {room} that "
-                "a rank has pages for; ask for fewer tokens or raise kv.num_pages"
+                f"max_tokens: prompt and answer of up to {max_tokens} tokens do not fit the "
+                f"{capacity} that a rank has pages for; ask for fewer tokens or raise kv.num_pages"
             )
 
-    async def _serve(self, answer: Answer, tell: Callable[[Piece], None]) -> None:
+    async def _serve(self, answer: Answer, emit: Callable[[Piece], None]) -> None:
         """Run the request, and what is left of it again, until it is answered.
 
         Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
         few times, and what has begun also where there is no room.
         """
-        trials, session = Trials(self.fleet), self.fleet.session
+        attempts, session = AttemptHistory(self.fleet), self.fleet.session
 
-        def told(piece: Piece) -> None:
-            trials.retries.progressed()
-            tell(piece)
+        def emit_piece(piece: Piece) -> None:
+            attempts.retries.reset()
+            emit(piece)
 
         while not answer.is_finished:
             pair = None
             try:
-                rest = answer.rest()
-                pair = await self._pair(rest, answer.index, trials)
-                await run_request(rest, pair, session, answer, told)
+                remaining = answer.remaining_request()
+                pair = await self._choose_route(remaining, answer.index, attempts)
+                await run_request(remaining, pair, session, answer, emit_piece)
             except Preempted:
                 self.migrations["Preempted"] += 1
             except (RankLost, HandoverError, StepFailed, Overloaded) as error:
-                await trials.failed(error, pair, answer.rest().is_begun)
+                await attempts.on_failure(error, pair, answer.remaining_request().is_resumed)
                 self.migrations[type(error).__name__] += 1
-                log.warning("trying again after failure %d: %s", trials.retries.num_failures, error)
+                log.warning(
+                    "trying again after failure %d: %s", attempts.retries.num_failures, error
+                )
 
-    async def _pair(self, request: Request, index: int, trials: Trials) -> Pair:
+    async def _choose_route(
+        self, request: Request, index: int, attempts: AttemptHistory
+    ) -> AttemptRoute:
         """Where it goes on. What has begun waits for a rank if none is left; what has failed
         between two ranks is not tried there again if there are others."""
-        pairs = await self.fleet.pairs(
-            self.config.server.recovery_timeout_s if request.is_begun else 0.0
+        pairs = await self.fleet.wait_for_pairs(
+            self.config.server.recovery_timeout_s if request.is_resumed else 0.0
         )
-        others = [pair for pair in pairs if pair not in trials.avoided]
+        others = [pair for pair in pairs if pair not in attempts.avoided_pairs]
         token_ids = request.prompt_ids + request.output_ids
         known = self._affinity.find(token_ids)
-        causes = [f"{gang.name}: {gang.cause}" for gang in self.fleet.unready()]
+        causes = [f"{gang.name}: {gang.cause}" for gang in self.fleet.unready_gangs()]
         prefill, decode = choose_route(
-            pairs=others or pairs, num_tokens=len(token_ids), known=known, causes=causes
+            pairs=others or pairs, num_tokens=len(token_ids), num_cached=known, causes=causes
         )
-        self._affinity.remember(token_ids, prefill.life)
-        return Pair(prefill, decode, Identity(request.request_id, index), trials.is_suspect())
+        self._affinity.remember(token_ids, prefill.epoch_name)
+        return AttemptRoute(
+            prefill, decode, Identity(request.request_id, index), attempts.is_suspect()
+        )

@@ -22,7 +22,7 @@ _HISTOGRAMS = {
     "request_decode_time": "From the first token to the last, seconds.",
     "kv_transfer": "In which cache of a request was on its way, seconds.",
 }
-_TOTALS = {
+_COUNTERS = {
     "prompt_tokens": "Tokens of prompts of answers that ended.",
     "generation_tokens": "Tokens that were sent.",
     "prefix_cache_queries": "Tokens of prompts that were looked for in prefix caches.",
@@ -40,58 +40,63 @@ class RequestMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._times = {
+        self._histograms = {
             name: Histogram(f"tandem_{name}_seconds", text, buckets=SECONDS, registry=self.registry)
             for name, text in _HISTOGRAMS.items()
         }
-        self._totals = {
+        self._counters = {
             name: Counter(f"tandem_{name}", text, registry=self.registry)
-            for name, text in _TOTALS.items()
+            for name, text in _COUNTERS.items()
         }
-        self._ended = self._labelled(
+        self._ended = self._make_counter(
             "request_success", "Answers, by how they ended.", "finished_reason"
         )
-        self._accepted = self._labelled(
+        self._accepted = self._make_counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position"
         )
-        self._failed = self._labelled("rejections", "Calls that ended with an error.", "code")
+        self._failed = self._make_counter("rejections", "Calls that ended with an error.", "code")
 
-    def stream(self) -> "StreamMetrics":
+    def watch_stream(self) -> "StreamMetrics":
         """Return the watcher of a stream that starts now."""
         return StreamMetrics(self)
 
-    def failed(self, code: str) -> None:
+    def on_call_failed(self, code: str) -> None:
         self._failed.labels(code).inc()
 
-    def _labelled(self, name: str, text: str, label: str) -> Counter:
+    def _make_counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"tandem_{name}", text, [label], registry=self.registry)
 
-    def see(self, name: str, seconds: float) -> None:
-        self._times[name].observe(seconds)
+    def observe(self, name: str, seconds: float) -> None:
+        self._histograms[name].observe(seconds)
 
-    def add(self, name: str, amount: float) -> None:
-        self._totals[name].inc(amount)
+    def increment(self, name: str, amount: float) -> None:
+        self._counters[name].inc(amount)
 
-    def finished(self, told: Finished) -> None:
-        ms, usage, counts, pulled = told.timings_ms, told.usage, told.speculation, told.kv_transfer
-        self._ended.labels(told.finish_reason).inc()
-        self.see("e2e_request_latency", ms.total / 1e3)
-        self.add("prompt_tokens", usage.prompt)
+    def on_finished(self, finished: Finished) -> None:
+        ms, usage, counts, pulled = (
+            finished.timings_ms,
+            finished.usage,
+            finished.speculation,
+            finished.kv_transfer,
+        )
+        self._ended.labels(finished.finish_reason).inc()
+        self.observe("e2e_request_latency", ms.total / 1e3)
+        self.increment("prompt_tokens", usage.prompt)
         if not ms.first_token:
             return  # it ended before it had a token: the rest has no meaning
-        self.see("request_queue_time", ms.queue / 1e3)
-        self.see("request_prefill_time", ms.prefill / 1e3)
-        self.see("request_decode_time", decode_s := (ms.total - ms.first_token) / 1e3)
+        self.observe("request_queue_time", ms.queue / 1e3)
+        self.observe("request_prefill_time", ms.prefill / 1e3)
+        self.observe("request_decode_time", decode_s := (ms.total - ms.first_token) / 1e3)
         if usage.completion > 1:
-            self.see("request_time_per_output_token", decode_s / (usage.completion - 1))
+            self.observe("request_time_per_output_token", decode_s / (usage.completion - 1))
         if pulled.bytes:
-            self.see("kv_transfer", pulled.seconds)
-        self.add("prefix_cache_queries", usage.prompt)
-        self.add("prefix_cache_hits", usage.cached)
-        self.add("kv_transfer_bytes", pulled.bytes)
-        self.add("spec_decode_num_drafts", sum(counts.drafted_per_position[:1]))
-        self.add("spec_decode_num_draft_tokens", counts.num_nodes)
-        self.add("spec_decode_num_accepted_tokens", counts.num_accepted)
+            self.observe("kv_transfer", pulled.seconds)
+        self.increment("prefix_cache_queries", usage.prompt)
+        self.increment("prefix_cache_hits", usage.cached)
+        self.increment("kv_transfer_bytes", pulled.bytes)
+        self.increment("spec_decode_num_drafts", sum(counts.drafted_per_position[:1]))
+        self.increment("spec_decode_num_draft_tokens", counts.num_nodes)
+        self.increment("spec_decode_num_accepted_tokens", counts.num_accepted)
         for position, num in enumerate(counts.accepted_per_position):
             self._accepted.labels(str(position)).inc(num)
 
@@ -100,22 +105,22 @@ class StreamMetrics(StreamWatcher):
     """Times the messages of one stream."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
-        self._metrics, self._began_at = metrics, time.monotonic()
+        self._metrics, self._started_at = metrics, time.monotonic()
         self._last_at: dict[int, float] = {}
         self._num_finished = 0
 
-    def ended(self, num_answers: int) -> None:
-        self._metrics.add("request_incomplete", num_answers - self._num_finished)
+    def on_end(self, num_answers: int) -> None:
+        self._metrics.increment("request_incomplete", num_answers - self._num_finished)
 
-    def told(self, piece: Piece) -> None:
+    def on_piece(self, piece: Piece) -> None:
         if isinstance(piece, Finished):
             self._num_finished += 1
-            self._metrics.finished(piece)
+            self._metrics.on_finished(piece)
             return
         now, last = time.monotonic(), self._last_at.get(piece.index)
         if last is None:
-            self._metrics.see("time_to_first_token", now - self._began_at)
+            self._metrics.observe("time_to_first_token", now - self._started_at)
         else:
-            self._metrics.see("inter_token_latency", now - last)
+            self._metrics.observe("inter_token_latency", now - last)
         self._last_at[piece.index] = now
-        self._metrics.add("generation_tokens", len(piece.token_ids))
+        self._metrics.increment("generation_tokens", len(piece.token_ids))

@@ -17,7 +17,7 @@ from tandem.core.schema import pack
 
 MAX_AGE_S = 4 * 3600.0
 """Age from which on a proof is void. A resume does not renew it."""
-_FORM = re.compile(r"(\d{1,12})\.[0-9a-f]{64}", re.ASCII)
+_PROOF_PATTERN = re.compile(r"(\d{1,12})\.[0-9a-f]{64}", re.ASCII)
 
 
 def with_proof(
@@ -29,24 +29,24 @@ def with_proof(
     Any other resume stays a fresh request, which gets a proof of its own, "" without a ``key``.
     """
     if request.output_ids and _is_genuine(request, sent_proof, key, model_digest):
-        return replace(request, is_begun=True), sent_proof
-    return request, _signed(request, int(time.time()), key, model_digest) if key else ""
+        return replace(request, is_resumed=True), sent_proof
+    return request, _sign(request, int(time.time()), key, model_digest) if key else ""
 
 
 def _is_genuine(request: Request, proof: str, key: bytes, model_digest: str) -> bool:
-    form = _FORM.fullmatch(proof)
+    form = _PROOF_PATTERN.fullmatch(proof)
     if form is None or not key:
         return False
     issued_at = int(form[1])
     # Clocks of gateways differ a little, so a proof may come from the future.
     is_valid = abs(time.time() - issued_at) < MAX_AGE_S
-    return is_valid and hmac.compare_digest(proof, _signed(request, issued_at, key, model_digest))
+    return is_valid and hmac.compare_digest(proof, _sign(request, issued_at, key, model_digest))
 
 
-def _signed(request: Request, issued_at: int, key: bytes, model_digest: str) -> str:
+def _sign(request: Request, issued_at: int, key: bytes, model_digest: str) -> str:
     """Return the proof of a time for a request, whichever tokens of its answer there are."""
     # Of 131,072 token ids pydantic would make a message in 15 ms, and hold the interpreter lock.
     prompt = array("I", request.prompt_ids).tobytes()
-    options = pack(replace(request, prompt_ids=(), output_ids=(), is_begun=False))
+    options = pack(replace(request, prompt_ids=(), output_ids=(), is_resumed=False))
     text = f"{issued_at} {model_digest} {len(prompt)} ".encode() + prompt + options
     return f"{issued_at}.{hmac.digest(key, text, 'sha256').hex()}"

@@ -9,16 +9,16 @@ FIRST_PAUSE_S = 0.1
 
 @dataclass(slots=True)
 class Retries:
-    """Failures in a row of one thing: the pauses after them double up to ``longest_s``."""
+    """Failures in a row of one thing: the pauses after them double up to ``max_pause_s``."""
 
-    longest_s: float
+    max_pause_s: float
     num_failures: int = 0
 
-    def progressed(self) -> None:
+    def reset(self) -> None:
         self.num_failures = 0
 
     async def pause(self) -> None:
         """Wait before the next try."""
-        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.num_failures, 10), self.longest_s)
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(self.num_failures, 10), self.max_pause_s)
         self.num_failures += 1
         await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))

@@ -3,19 +3,22 @@ fit."""
 
 from collections.abc import Mapping, Sequence
 
-from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.core.errors import LayoutMismatch, RankLost
-from tandem.kv_transfer.layout import check_given
+from tandem.kv_transfer.layout import check_compatible
 
-Ranks = tuple[Handle, Handle]
+RankPair = tuple[RankHandle, RankHandle]
 """Where a prompt is computed, and where its answer is written."""
 
 
 def choose_route(
-    pairs: Sequence[Ranks], num_tokens: int, known: Mapping[str, int], causes: Sequence[str] = ()
-) -> Ranks:
-    """For a text of ``num_tokens``, of which the ranks ``known`` by their lives have computed so
-    many before: the pair whose decode rank has the fewest sequences, and room for this one, and
+    pairs: Sequence[RankPair],
+    num_tokens: int,
+    num_cached: Mapping[str, int],
+    causes: Sequence[str] = (),
+) -> RankPair:
+    """For a text of ``num_tokens``, of which the ranks ``num_cached`` by their lives have computed
+    so many before: the pair whose decode rank has the fewest sequences, and room for this one, and
     whose prefill rank has the fewest tokens to compute until this text is done.
 
     So a known beginning attracts for as long as it saves more than it makes wait: neither the
@@ -28,21 +31,21 @@ def choose_route(
         none = "no prefill and decode rank are left that work together and cache alike"
         raise RankLost("; ".join((none, *causes)))
 
-    def cost(pair: Ranks) -> tuple[bool, int, int, int, int, str]:
+    def cost(pair: RankPair) -> tuple[bool, int, int, int, int, str]:
         p, d = pair
         is_full = d.load.num_free_tokens < num_tokens
         rows = len(d.inboxes.queues) + d.load.num_other_rows
         waits = p.load.num_tokens + p.load.num_other_tokens
-        waits -= min(known.get(p.life, 0), num_tokens)
-        return is_full, rows, waits, p.load.num_sent, -d.load.num_free_tokens, d.life
+        waits -= min(num_cached.get(p.epoch_name, 0), num_tokens)
+        return is_full, rows, waits, p.load.num_sent, -d.load.num_free_tokens, d.epoch_name
 
     return min(pairs, key=cost)
 
 
-def check_fit(prefill: Handle, decode: Handle) -> None:
+def check_fit(prefill: RankHandle, decode: RankHandle) -> None:
     """Raises ValueError with both names if one does not have what the other's drafter reads."""
     try:
-        check_given(prefill.info.caches, decode.info.caches)
+        check_compatible(prefill.info.caches, decode.info.caches)
     except LayoutMismatch as error:
-        names = (f"{one.life} (drafter {one.info.drafter})" for one in (prefill, decode))
+        names = (f"{one.epoch_name} (drafter {one.info.drafter})" for one in (prefill, decode))
         raise ValueError(f"{', '.join(names)}: {error}") from error

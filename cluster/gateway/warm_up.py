@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from tandem.cluster.gateway.frame_reader import LONGEST_PAUSE_S
-from tandem.cluster.gateway.handles import Handle, Pair
+from tandem.cluster.gateway.frame_reader import MAX_RECONNECT_PAUSE_S
+from tandem.cluster.gateway.handles import AttemptRoute, RankHandle
 from tandem.cluster.gateway.retries import Retries
-from tandem.cluster.gateway.router import Ranks
+from tandem.cluster.gateway.router import RankPair
 from tandem.core.identity import Identity
 
 log = logging.getLogger(__name__)
-SendRequest = Callable[[Pair], Awaitable[None]]
+SendRequest = Callable[[AttemptRoute], Awaitable[None]]
 
 
 class WarmUp:
@@ -22,20 +22,20 @@ class WarmUp:
         is_warm: A warm-up request was answered.
         is_refused: The ranks cannot work together, so the warm-up is not repeated.
         failure: Error of the latest attempt; None before the first and after a success.
-        tried: Set once the first attempt has ended, or the task.
+        first_attempt_done: Set once the first attempt has ended, or the task.
     """
 
-    def __init__(self, ranks: Ranks, send_request: SendRequest) -> None:
+    def __init__(self, ranks: RankPair, send_request: SendRequest) -> None:
         self.ranks = ranks
         self.is_warm = False
         self.is_refused = False
         self.failure: Exception | None = None
-        self.tried = asyncio.Event()
+        self.first_attempt_done = asyncio.Event()
         self._send_request = send_request
-        self._retries = Retries(LONGEST_PAUSE_S)
-        name = "-".join(["warm-up", *(rank.life for rank in ranks)])
+        self._retries = Retries(MAX_RECONNECT_PAUSE_S)
+        name = "-".join(["warm-up", *(rank.epoch_name for rank in ranks)])
         self.task = asyncio.create_task(self._run(), name=name)
-        self.task.add_done_callback(lambda _: self.tried.set())
+        self.task.add_done_callback(lambda _: self.first_attempt_done.set())
 
     @property
     def cause(self) -> str:
@@ -49,24 +49,26 @@ class WarmUp:
 
     async def _run(self) -> None:
         while not (self.is_warm or self.is_refused):
-            await self._try()
-            self.tried.set()
+            await self._attempt()
+            self.first_attempt_done.set()
             if not (self.is_warm or self.is_refused):
                 await self._retries.pause()
 
-    async def _try(self) -> None:
+    async def _attempt(self) -> None:
         prefill, decode = self.ranks
         try:
-            await _heard(prefill)
-            await _heard(decode)
-            await self._send_request(Pair(prefill, decode, Identity("warm-up")))
+            await _wait_until_answering(prefill)
+            await _wait_until_answering(decode)
+            await self._send_request(AttemptRoute(prefill, decode, Identity("warm-up")))
             self.is_warm = True
             self.failure = None
         except Exception as error:
-            log.warning("%s and %s do not work together: %s", prefill.life, decode.life, error)
+            log.warning(
+                "%s and %s do not work together: %s", prefill.epoch_name, decode.epoch_name, error
+            )
             self.failure = error
             self.is_refused = isinstance(error, ValueError)
 
 
-async def _heard(rank: Handle) -> None:
-    await rank.liveness.heard.wait()
+async def _wait_until_answering(rank: RankHandle) -> None:
+    await rank.liveness.answering.wait()

@@ -3,13 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from tandem.core.draft_shapes import DraftShapes, num_slots_ahead
 from tandem.core.errors import HandoverError, Overloaded
 from tandem.core.identity import Identity
-from tandem.core.levels import Levels, slots_ahead
 from tandem.core.request import Request
-from tandem.core.stopping import num_budget, stop_ids
+from tandem.core.stopping import remaining_budget, stop_ids
 from tandem.core.turns import TurnQueue
-from tandem.decode_node.planning.states import NUM_STEPS_ALONE, Granted, Need, Running, Size
+from tandem.decode_node.planning.states import (
+    NUM_ISOLATED_STEPS,
+    GrantedSequence,
+    RequestLimits,
+    RequestSize,
+    RunningSequence,
+)
 from tandem.kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
@@ -20,109 +26,117 @@ class Scheduler:
     """Owner of row slots and of sequences in each state; pages come from the pool it is given.
 
     Requests are granted a row and pages first come, first served, begun ones ahead of fresh ones,
-    which get one grant in FRESH_SHARE. No request passes one that needs many pages. Pages grow as
-    sequences do, two steps ahead. When the pool is full the youngest running sequence is preempted:
-    it goes on later from (prompt_ids, output_ids), nothing is lost. A request whose whole answer
-    fits the pool can always finish, if need be alone.
+    which get one grant in NEW_REQUEST_SHARE. No request passes one that needs many pages. Pages
+    grow as sequences do, two steps ahead. When the pool is full the youngest running sequence is
+    preempted: it goes on later from (prompt_ids, output_ids), nothing is lost. A request whose
+    whole answer fits the pool can always finish, if need be alone.
     """
 
     def __init__(
         self,
         pool: PagePool,
         max_rows: int,
-        levels: Levels,
+        levels: DraftShapes,
         max_model_len: int,
         eos_ids: tuple[int, ...],
     ) -> None:
         self._pool = pool
-        self._most_depth, self._num_ahead = levels[-1].depth, slots_ahead(levels)
+        self._max_depth, self._num_ahead = levels[-1].depth, num_slots_ahead(levels)
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
-        self.queue = TurnQueue[Need]()
+        self.queue = TurnQueue[RequestLimits]()
         """Requests that wait for a row and pages."""
-        self.sequences: dict[Identity, Granted | Running] = {}
+        self.sequences: dict[Identity, GrantedSequence | RunningSequence] = {}
         """Those that hold rows, in the order in which these were granted."""
-        self._runs: list[Running | None] = [None] * max_rows
-        self._ending: set[Running] = set()
+        self._running_by_row: list[RunningSequence | None] = [None] * max_rows
+        self._ending: set[RunningSequence] = set()
 
     @property
     def num_waiting(self) -> int:
         return len(self.queue)
 
     @property
-    def running(self) -> list[Running]:
-        return [one for one in self.sequences.values() if isinstance(one, Running)]
+    def running(self) -> list[RunningSequence]:
+        return [one for one in self.sequences.values() if isinstance(one, RunningSequence)]
 
-    def ask(self, identity: Identity, size: Size) -> None:
+    def enqueue(self, identity: Identity, size: RequestSize) -> None:
         """Join the queue for a row and pages; ``grant`` tells whose turn has come.
 
         Raises ValueError when the whole answer can never fit, Overloaded when too many wait.
         """
-        budget = num_budget(size.num_prompt, size.num_output, size.max_tokens, self._max_model_len)
-        num_tokens, most = size.num_prompt + size.num_output, self._pool.num_pages - 1
-        need = Need(size, self._num_pages(num_tokens + budget), size.num_output + budget)
-        if need.num_most_pages > most:
+        budget = remaining_budget(
+            size.num_prompt, size.num_output, size.max_tokens, self._max_model_len
+        )
+        num_tokens, max_pages = size.num_prompt + size.num_output, self._pool.num_pages - 1
+        limits = RequestLimits(size, self._num_pages(num_tokens + budget), size.num_output + budget)
+        if limits.max_pages > max_pages:
             raise ValueError(
-                f"max_tokens: prompt and answer need {need.num_most_pages} pages, this node has "
-                f"{most}; ask for fewer tokens or raise kv.num_pages"
+                f"max_tokens: prompt and answer need {limits.max_pages} pages, this node has "
+                f"{max_pages}; ask for fewer tokens or raise kv.num_pages"
             )
-        if not size.is_begun and len(self.queue.fresh) >= MAX_WAITING:
-            raise Overloaded(f"{len(self.queue.fresh)} requests wait for a decode row already")
+        if not size.is_resumed and len(self.queue.new) >= MAX_WAITING:
+            raise Overloaded(f"{len(self.queue.new)} requests wait for a decode row already")
         assert identity not in self.sequences, f"{identity} was granted already"
-        self.queue.add(identity, need, size.is_begun)
+        self.queue.add(identity, limits, size.is_resumed)
 
     def grant(self) -> list[Identity]:
         """Give rows and pages to those whose turn it is; they hold them from now on."""
         granted = []
         while self._free_rows and (first := self.queue.peek()):
-            identity, need = first
-            num_tokens = need.size.num_prompt + need.size.num_output + 1
-            num_pages = min(need.num_most_pages, self._num_pages(num_tokens))
-            if num_pages + self._num_growing() > self._pool.num_available:
+            identity, limits = first
+            num_tokens = limits.size.num_prompt + limits.size.num_output + 1
+            num_pages = min(limits.max_pages, self._num_pages(num_tokens))
+            if num_pages + self._num_reserved_pages() > self._pool.num_available:
                 break
-            self.queue.take()
+            self.queue.pop()
             row, pages = self._free_rows.pop(), tuple(self._pool.allocate(num_pages))
-            self.sequences[identity] = Granted(identity, row, pages, need)
+            self.sequences[identity] = GrantedSequence(identity, row, pages, limits)
             granted.append(identity)
         return granted
 
-    def held(self, identity: Identity) -> Granted:
+    def get_grant(self, identity: Identity) -> GrantedSequence:
         """Raises HandoverError when it holds no row that waits for it."""
         granted = self.sequences.get(identity)
-        if not isinstance(granted, Granted):
+        if not isinstance(granted, GrantedSequence):
             raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
         return granted
 
-    def share(self, identity: Identity, known: Sequence[int]) -> tuple[int, ...]:
+    def use_prefix_pages(self, identity: Identity, known: Sequence[int]) -> tuple[int, ...]:
         """Its pages, of which the first are ``known`` ones now, with a reference each; what they
         replace goes back to the pool."""
-        granted = self.held(identity)
+        granted = self.get_grant(identity)
         self._pool.release(granted.pages[: len(known)])
         pages = (*known, *granted.pages[len(known) :])
         self.sequences[identity] = replace(granted, pages=pages)
         return pages
 
-    def started(self, identity: Identity, request: Request, is_suspect: bool = False) -> Running:
-        """The granted request with its KV and its first token, for ``run``. Raises what ``held``
-        raises."""
-        granted, most, asked = self.held(identity), self._most_depth, request.speculation.max_drafts
-        return Running(
+    def build_running(
+        self, identity: Identity, request: Request, is_suspect: bool = False
+    ) -> RunningSequence:
+        """The granted request with its KV and its first token, for ``start_steps``. Raises what
+        ``held`` raises."""
+        granted, max_depth, max_drafts = (
+            self.get_grant(identity),
+            self._max_depth,
+            request.speculation.max_drafts,
+        )
+        return RunningSequence(
             identity,
             granted.row,
             list(granted.pages),
-            granted.need,
-            granted.need.size.num_output + 1,
+            granted.limits,
+            granted.limits.size.num_output + 1,
             request,
             stop_ids(request.sampling, self._eos_ids),
-            most if asked is None else min(asked, most),
-            most,
-            num_alone=NUM_STEPS_ALONE if is_suspect else 0,
+            max_depth if max_drafts is None else min(max_drafts, max_depth),
+            max_depth,
+            num_isolated_steps=NUM_ISOLATED_STEPS if is_suspect else 0,
         )
 
-    def run(self, sequence: Running) -> None:
+    def start_steps(self, sequence: RunningSequence) -> None:
         """Steps may have it from now on."""
-        self.sequences[sequence.identity] = self._runs[sequence.row] = sequence
+        self.sequences[sequence.identity] = self._running_by_row[sequence.row] = sequence
 
     def drop(self, identity: Identity) -> bool:
         """End a sequence, or its wait for a row; whether it held one. Row and pages are free once
@@ -131,27 +145,27 @@ class Scheduler:
         one = self.sequences.pop(identity, None)
         if one is None:
             return False
-        self._runs[one.row] = None
-        if isinstance(one, Running) and one.num_in_flight:
+        self._running_by_row[one.row] = None
+        if isinstance(one, RunningSequence) and one.num_in_flight:
             self._ending.add(one)
         else:
             self._release(one)
         return True
 
-    def run_still(self, sequences: Sequence[Running]) -> list[bool]:
+    def are_running(self, sequences: Sequence[RunningSequence]) -> list[bool]:
         """Whether each has not ended."""
-        return [self._runs[one.row] is one for one in sequences]
+        return [self._running_by_row[one.row] is one for one in sequences]
 
     @property
     def has_running(self) -> bool:
-        return any(self._runs)
+        return any(self._running_by_row)
 
-    def launched(self, sequences: Sequence[Running]) -> None:
+    def on_launch(self, sequences: Sequence[RunningSequence]) -> None:
         """A step of ``sequences`` is on its way."""
         for sequence in sequences:
             sequence.num_in_flight += 1
 
-    def landed(self, sequences: Sequence[Running]) -> None:
+    def on_complete(self, sequences: Sequence[RunningSequence]) -> None:
         """A step of ``sequences`` is through."""
         for sequence in sequences:
             sequence.num_in_flight -= 1
@@ -159,25 +173,25 @@ class Scheduler:
                 self._ending.remove(sequence)
                 self._release(sequence)
 
-    def _release(self, one: Granted | Running) -> None:
+    def _release(self, one: GrantedSequence | RunningSequence) -> None:
         self._pool.release(one.pages)
         self._free_rows.append(one.row)
 
     def must_preempt(self) -> bool:
-        """Whether ``make_room`` would have to take pages from a sequence."""
-        return self._lacks(self._short())
+        """Whether ``grow_or_preempt`` would have to take pages from a sequence."""
+        return self._exceeds_free_pages(self._short_of_pages())
 
-    def make_room(self) -> list[Running]:
+    def grow_or_preempt(self) -> list[RunningSequence]:
         """Give every running sequence pages for its next two steps; who was preempted for it.
 
         Oldest first; the youngest ones make way. They are dropped already.
         """
-        preempted: list[Running] = []
-        short = self._short()
-        waiting = self.running if self._lacks(short) else short
+        preempted: list[RunningSequence] = []
+        short = self._short_of_pages()
+        waiting = self.running if self._exceeds_free_pages(short) else short
         while waiting:
             sequence = waiting[0]
-            missing = self._num_missing(sequence)
+            missing = self._num_missing_pages(sequence)
             if missing <= self._pool.num_available:
                 sequence.pages += self._pool.allocate(missing)
                 waiting.pop(0)
@@ -189,34 +203,34 @@ class Scheduler:
 
     def has_suspects(self) -> bool:
         """Whether some sequence has to be alone in its step."""
-        return any(s is not None and s.num_alone for s in self._runs)
+        return any(s is not None and s.num_isolated_steps for s in self._running_by_row)
 
-    def runnable(self, suspects_turn: bool = False) -> list[Running]:
+    def runnable(self, is_suspects_turn: bool = False) -> list[RunningSequence]:
         """Sequences of the next step, by row: those that steps on their way, which give at least a
         token each, do not end for certain. The oldest suspect alone, or all others, whichever
         there are; if both, the suspect on its turn."""
-        left = [s for s in self._runs if s and s.num_in_flight < s.num_budget]
-        others = [s for s in left if not s.num_alone]
-        if len(others) < len(left) and (suspects_turn or not others):
-            return [s for s in self.running if s.num_alone and s in left][:1]
+        left = [s for s in self._running_by_row if s and s.num_in_flight < s.num_output_left]
+        others = [s for s in left if not s.num_isolated_steps]
+        if len(others) < len(left) and (is_suspects_turn or not others):
+            return [s for s in self.running if s.num_isolated_steps and s in left][:1]
         return others
 
-    def _lacks(self, sequences: list[Running]) -> bool:
-        return sum(map(self._num_missing, sequences)) > self._pool.num_available
+    def _exceeds_free_pages(self, sequences: list[RunningSequence]) -> bool:
+        return sum(map(self._num_missing_pages, sequences)) > self._pool.num_available
 
-    def _short(self) -> list[Running]:
+    def _short_of_pages(self) -> list[RunningSequence]:
         """The sequences that miss pages: few, of those that every step looks at."""
         size = self._pool.page_size
-        running = filter(None, self._runs)
+        running = filter(None, self._running_by_row)
         short = [s for s in running if s.num_known + self._num_ahead > len(s.pages) * size]
-        return [s for s in short if len(s.pages) < s.need.num_most_pages]
+        return [s for s in short if len(s.pages) < s.limits.max_pages]
 
-    def _num_growing(self) -> int:
+    def _num_reserved_pages(self) -> int:
         """Sequences that may want a page more, each of which is kept free."""
-        return sum(s.need.num_most_pages > len(s.pages) for s in self.sequences.values())
+        return sum(s.limits.max_pages > len(s.pages) for s in self.sequences.values())
 
-    def _num_missing(self, sequence: Running) -> int:
-        wanted = min(self._num_pages(sequence.num_known), sequence.need.num_most_pages)
+    def _num_missing_pages(self, sequence: RunningSequence) -> int:
+        wanted = min(self._num_pages(sequence.num_known), sequence.limits.max_pages)
         return max(0, wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
@@ -227,11 +241,13 @@ class Scheduler:
         self._pool.check_integrity()
         owners = [*self.sequences.values(), *self._ending]
         rows = self._free_rows + [s.row for s in owners]
-        assert sorted(rows) == list(range(len(self._runs))), f"rows lost or doubled: {rows}"
+        assert sorted(rows) == list(range(len(self._running_by_row))), (
+            f"rows lost or doubled: {rows}"
+        )
         assert all(s.num_in_flight for s in self._ending), "an ended row is kept"
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
         assert len(owned) == len(set(owned)), "two sequences own one page"
-        assert {*self.running} == {*filter(None, self._runs)}, "not those that run"
-        assert not self.sequences.keys() & {*self.queue.begun, *self.queue.fresh}, (
+        assert {*self.running} == {*filter(None, self._running_by_row)}, "not those that run"
+        assert not self.sequences.keys() & {*self.queue.resumed, *self.queue.new}, (
             "a granted one waits"
         )

@@ -5,77 +5,83 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tandem.core.config import TandemConfig
-from tandem.core.forms import CAPTURED, EAGER, CatchUp
-from tandem.core.levels import Levels
-from tandem.decode_node.planning import lengths
-from tandem.decode_node.planning.buckets import bucket_for, buckets_of
-from tandem.decode_node.planning.forms import Forms, usual_keys
-from tandem.decode_node.planning.lengths import Costs, DraftLength
-from tandem.decode_node.planning.step_plan import TRIAL, Proposal, StepKey, StepPlan, extras_of_all
+from tandem.core.draft_shapes import DraftShapes
+from tandem.core.execution import CAPTURED, EAGER, CatchUpPolicy
+from tandem.decode_node.planning import draft_length
+from tandem.decode_node.planning.buckets import bucket_for, resolve_buckets
+from tandem.decode_node.planning.draft_length import DraftLengthPolicy, StepCostModel
+from tandem.decode_node.planning.program_table import ProgramTable, common_step_keys
+from tandem.decode_node.planning.step_plan import PROFILE, Proposal, StepKey, StepPlan, merge_traits
 
 
 class StepPlanner:
     """Decides by all ranks' proposals (runtime/lockstep.py: Decide). While nobody has or expects
-    work, programs are made if ranks can (forms.py). Then, while nobody has work, what the cost
-    table lacks is measured if it ``measures``.
+    work, programs are made if ranks can (program_table.py). Then, while nobody has work, what the
+    cost table lacks is measured if it ``may_profile``.
     """
 
     def __init__(
         self,
         buckets: tuple[int, ...],
-        levels: Levels,
-        length: DraftLength,
-        catch_up: CatchUp,
-        measures: bool = False,
-        usual: Iterable[StepKey] = (),
+        levels: DraftShapes,
+        length: DraftLengthPolicy,
+        catch_up: CatchUpPolicy,
+        may_profile: bool = False,
+        common_keys: Iterable[StepKey] = (),
     ) -> None:
-        self._buckets, self._length, self._catch_up = buckets, length, catch_up
-        self._levels, self._costs = levels, Costs.unknown(levels)
-        self._learns = length is lengths.adaptive and len(levels) > 1
-        self.measures = measures and self._learns
-        self._forms = Forms(usual)
+        self._buckets, self._draft_length, self._catch_up = buckets, length, catch_up
+        self._levels, self._costs = levels, StepCostModel.unprofiled(levels)
+        self._is_adaptive = length is draft_length.adaptive and len(levels) > 1
+        self.may_profile = may_profile and self._is_adaptive
+        self._program_table = ProgramTable(common_keys)
 
     @classmethod
-    def of(cls, config: TandemConfig, levels: Levels, catch_up: CatchUp) -> "StepPlanner":
+    def from_config(
+        cls, config: TandemConfig, levels: DraftShapes, catch_up: CatchUpPolicy
+    ) -> "StepPlanner":
         """As configured. Raises ValueError for batch sizes that are out of range."""
-        decode, asked = config.decode, config.speculation
-        buckets = buckets_of(decode.batch_sizes, decode.max_num_seqs, decode.device)
-        least = len(levels) - 1 if asked.draft_length == lengths.FIXED else 0
-        usual = usual_keys(buckets, levels, catch_up, least)
-        length = lengths.LENGTHS[asked.draft_length]
-        return cls(buckets, levels, length, catch_up, asked.profile_at_startup, usual)
+        decode, speculation = config.decode, config.speculation
+        buckets = resolve_buckets(decode.batch_sizes, decode.max_num_seqs, decode.device)
+        min_shape_index = len(levels) - 1 if speculation.draft_length == draft_length.FIXED else 0
+        common_keys = common_step_keys(buckets, levels, catch_up, min_shape_index)
+        length = draft_length.DRAFT_LENGTH_POLICIES[speculation.draft_length]
+        return cls(buckets, levels, length, catch_up, speculation.profile_at_startup, common_keys)
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
-        forms = {proposal.form for proposal in proposals}
-        form = forms.pop() if len(forms) == 1 else EAGER
+        exec_modes = {proposal.exec_mode for proposal in proposals}
+        exec_mode = exec_modes.pop() if len(exec_modes) == 1 else EAGER
         for proposal in proposals:
-            self._forms.refuse(proposal.refused)
-        if self._learns:
-            lengths.record(self._costs, [one.report for one in proposals if one.report is not None])
+            self._program_table.mark_uncapturable(proposal.uncapturable)
+        if self._is_adaptive:
+            draft_length.record_reports(
+                self._costs, [one.report for one in proposals if one.report is not None]
+            )
         if any(proposal.num_rows for proposal in proposals):
             num_context = max(proposal.num_context for proposal in proposals)
-            plan = self._forms.plan(self._step(proposals, num_context), form)
+            plan = self._program_table.plan(self._choose_key(proposals, num_context), exec_mode)
             return replace(plan, num_context=num_context)
-        if form == CAPTURED and self._forms.lacks:
-            expects = any(proposal.expects for proposal in proposals)
-            return None if expects else self._forms.make()
-        key = self._trial(proposals) if self.measures else None
-        return None if key is None else self._forms.plan(key, form, TRIAL)
+        if exec_mode == CAPTURED and self._program_table.has_pending_captures:
+            has_pending_work = any(proposal.has_pending_work for proposal in proposals)
+            return None if has_pending_work else self._program_table.next_capture()
+        key = self._profile_key(proposals) if self.may_profile else None
+        return None if key is None else self._program_table.plan(key, exec_mode, PROFILE)
 
-    def _step(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
+    def _choose_key(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
         """What suits all ranks, of which some have work."""
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
-        level = self._length(self._costs, (num_rows, num_context), [*map(sum, columns)])
-        behind = max(proposal.behind for proposal in proposals)
-        amount = self._catch_up.amount(self._levels[level].depth, behind)
-        extras = extras_of_all(proposal.extras for proposal in proposals if proposal.num_rows)
-        return StepKey(num_rows, level, amount, extras)
+        level = self._draft_length(self._costs, (num_rows, num_context), [*map(sum, columns)])
+        backlog = max(proposal.backlog for proposal in proposals)
+        amount = self._catch_up.catch_up_width(self._levels[level].depth, backlog)
+        traits = merge_traits(proposal.traits for proposal in proposals if proposal.num_rows)
+        return StepKey(num_rows, level, amount, traits)
 
-    def _trial(self, proposals: Sequence[Proposal]) -> StepKey | None:
+    def _profile_key(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """What was not measured yet, None if all was."""
-        if (untried := self._costs.untried(self._buckets)) is None:
+        if (next_unprofiled := self._costs.next_unprofiled(self._buckets)) is None:
             return None
-        num_rows, level = untried
-        amount = self._catch_up.amount(self._levels[level].depth, self._catch_up.start)
+        num_rows, level = next_unprofiled
+        amount = self._catch_up.catch_up_width(
+            self._levels[level].depth, self._catch_up.initial_backlog
+        )
         return StepKey(num_rows, level, amount)

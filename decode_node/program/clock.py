@@ -4,10 +4,10 @@ import time
 
 import torch
 
-Moment = float | torch.cuda.Event
+DeviceTimestamp = float | torch.cuda.Event
 
 
-def now(device: torch.device) -> Moment:
+def timestamp(device: torch.device) -> DeviceTimestamp:
     """The moment in which the device has come this far; a CPU computes while the host calls it."""
     if device.type == "cpu":
         return time.perf_counter()
@@ -16,17 +16,17 @@ def now(device: torch.device) -> Moment:
     return event
 
 
-def settle(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the device has done all that this thread has given it."""
-    moment = now(device)
-    wait(moment, moment)
+    moment = timestamp(device)
+    elapsed_s(moment, moment)
 
 
-def wait(began: Moment, ended: Moment) -> float:
+def elapsed_s(started_at: DeviceTimestamp, ended_at: DeviceTimestamp) -> float:
     """Wait for the end of a span; its seconds."""
-    if isinstance(began, float):
-        assert isinstance(ended, float)
-        return ended - began
-    assert isinstance(ended, torch.cuda.Event)
-    ended.synchronize()
-    return began.elapsed_time(ended) / 1e3
+    if isinstance(started_at, float):
+        assert isinstance(ended_at, float)
+        return ended_at - started_at
+    assert isinstance(ended_at, torch.cuda.Event)
+    ended_at.synchronize()
+    return started_at.elapsed_time(ended_at) / 1e3

@@ -6,43 +6,55 @@ before it is read.
 
 from dataclasses import dataclass
 
-from tandem.core.forms import CatchUp
-from tandem.core.levels import slots_ahead
-from tandem.decode_node.planning.rungs import Came, Rungs
-from tandem.decode_node.planning.states import Running
-from tandem.decode_node.planning.step_plan import SERVE, TRIAL, Report, StepKey, StepPlan, report_of
-from tandem.decode_node.program.clock import Moment, now, wait
-from tandem.decode_node.program.programs import Prepared, Programs
+from tandem.core.draft_shapes import num_slots_ahead
+from tandem.core.execution import CatchUpPolicy
+from tandem.decode_node.planning.acceptance_stats import AcceptedPath, DepthTransitions
+from tandem.decode_node.planning.states import RunningSequence
+from tandem.decode_node.planning.step_plan import (
+    PROFILE,
+    SERVE,
+    StepKey,
+    StepPlan,
+    StepReport,
+    step_report,
+)
+from tandem.decode_node.program.clock import DeviceTimestamp, elapsed_s, timestamp
+from tandem.decode_node.program.programs import PreparedStep, Programs
 from tandem.decode_node.program.rows import Rows
 from tandem.model.checkpoint.tensors import download
-from tandem.model.sampling.acceptance.base import Outcome, Run
+from tandem.model.sampling.acceptance.base import Outcome, RowOutput
 from tandem.model.sampling.logprobs import LogprobRows, raw_logprobs
 from tandem.runtime.parts import RankParts
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlightStep:
     """A launched step; the first rows are those of ``sequences``, the others are padding. Its
     tensors are on the host, and complete once the device has ended."""
 
-    sequences: tuple[Running, ...]
+    sequences: tuple[RunningSequence, ...]
     plan: StepPlan
-    rungs: Rungs
+    transitions: DepthTransitions
     outcome: Outcome
     logprobs: LogprobRows | None
-    began: Moment
-    ended: Moment
-    is_usual: bool
+    started_at: DeviceTimestamp
+    ended_at: DeviceTimestamp
+    is_steady_state: bool
 
-    def collect(self) -> tuple[list[Run], Report]:
+    def collect(self) -> tuple[list[RowOutput], StepReport]:
         """Wait for the step and read it: what it gave each sequence, and what to tell of it."""
-        program_s = wait(self.began, self.ended)
-        runs = self.outcome.runs(len(self.sequences))
-        came = self._came([run.num_accepted for run in runs])
-        return runs, report_of(self.rungs, self.plan, program_s, came, self.is_usual)
+        program_s = elapsed_s(self.started_at, self.ended_at)
+        runs = self.outcome.row_outputs(len(self.sequences))
+        paths = self._accepted_paths([run.num_accepted for run in runs])
+        return runs, step_report(
+            self.transitions, self.plan, program_s, paths, self.is_steady_state
+        )
 
-    def _came(self, accepted: list[int]) -> list[Came]:
-        limits, path_BE = [sequence.limit for sequence in self.sequences], self.outcome.path_BE
+    def _accepted_paths(self, accepted: list[int]) -> list[AcceptedPath]:
+        limits, path_BE = (
+            [sequence.draft_limit for sequence in self.sequences],
+            self.outcome.path_BE,
+        )
         if path_BE is None:
             return [(limit, range(1, k + 1)) for limit, k in zip(limits, accepted, strict=True)]
         rows = zip(limits, path_BE.tolist(), accepted, strict=False)
@@ -52,60 +64,68 @@ class InFlight:
 class Launcher:
     """Runs the tensor programs of steps over the rows of a rank, which it owns."""
 
-    def __init__(self, parts: RankParts, catch_up: CatchUp) -> None:
-        loaded, self._levels = parts.loaded, parts.levels
+    def __init__(self, parts: RankParts, catch_up: CatchUpPolicy) -> None:
+        loaded, self._levels = parts.loaded, parts.draft_shapes
         self._loaded, self._pool, self._catch_up = loaded, parts.pool, catch_up
-        self._rungs, most_depth = Rungs.of(self._levels), self._levels[-1].depth
-        width = parts.pool.num_pages_for(loaded.max_model_len + slots_ahead(self._levels))
-        self.rows = Rows(loaded, parts.config.decode.max_num_seqs, most_depth, parts.pool, width)
+        self._transitions, max_depth = (
+            DepthTransitions.from_shapes(self._levels),
+            self._levels[-1].depth,
+        )
+        width = parts.pool.num_pages_for(loaded.max_model_len + num_slots_ahead(self._levels))
+        self.rows = Rows(loaded, parts.config.decode.max_num_seqs, max_depth, parts.pool, width)
         self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
 
-    def prepare(self, sequences: list[Running], plan: StepPlan) -> Prepared:
+    def prepare(self, sequences: list[RunningSequence], plan: StepPlan) -> PreparedStep:
         """A step of ``sequences`` and padding up to the planned rows; none of them makes it a
         dummy."""
         key = plan.key
         for sequence in sequences:
-            self.rows.grow(sequence)
-        if key.extras.has_rules:
-            self.rows.hold_rules()
+            self.rows.update_page_table(sequence)
+        if key.traits.has_logit_rules:
+            self.rows.allocate_logit_rules()
         rows = [sequence.row for sequence in sequences]
-        index = self.rows.index(rows, key.num_rows, is_trial=plan.use == TRIAL)
-        return Prepared(tuple(sequences), plan, self._num_pages(sequences, key), *index)
+        index = self.rows.row_indices(rows, key.num_rows, is_profile=plan.purpose == PROFILE)
+        return PreparedStep(tuple(sequences), plan, self._num_pages(sequences, key), *index)
 
-    def make(self, step: Prepared) -> None:
+    def capture_program(self, step: PreparedStep) -> None:
         """Get the program of such steps ready."""
-        self._loaded.dispatch.counts = False
-        self.programs.make(step)
+        self._loaded.dispatch.is_counting = False
+        self.programs.capture_program(step)
 
-    def launch(self, step: Prepared) -> InFlight:
+    def launch(self, step: PreparedStep) -> InFlightStep:
         """Start it. Rows and pages of its sequences must stay until it is collected."""
-        key, began = step.plan.key, now(self._loaded.device)
-        depth = self._levels[key.level].depth
-        self._loaded.dispatch.counts = step.plan.use == SERVE
+        key, started_at = step.plan.key, timestamp(self._loaded.device)
+        depth = self._levels[key.shape_index].depth
+        self._loaded.dispatch.is_counting = step.plan.purpose == SERVE
         result = self.programs.run(step)
-        asked = [one.request.sampling.logprobs for one in step.sequences]
-        most = max((num for num in asked if num is not None), default=None)
+        num_logprobs = [one.request.sampling.logprobs for one in step.sequences]
+        max_logprobs = max((num for num in num_logprobs if num is not None), default=None)
         logprobs = None
-        if most is not None:
+        if max_logprobs is not None:
             logits_BEV, tokens_BE = self.programs.logits(result), result.outcome.tokens_BE
-            logprobs = download(raw_logprobs(logits_BEV, tokens_BE, most))
+            logprobs = download(raw_logprobs(logits_BEV, tokens_BE, max_logprobs))
         outcome = download(result.outcome)
-        ended = now(self._loaded.device)
+        ended_at = timestamp(self._loaded.device)
         for sequence in step.sequences:
             sequence.last_depth = depth
-            sequence.behind = self._catch_up.behind(sequence.behind, depth, key.catch_up)
-        usual = self._catch_up.amount(depth, self._catch_up.start)
-        is_usual, rest = result.is_usual and key.catch_up == usual, (logprobs, began, ended)
-        return InFlight(step.sequences, step.plan, self._rungs, outcome, *rest, is_usual)
+            sequence.backlog = self._catch_up.backlog(sequence.backlog, depth, key.catch_up)
+        usual = self._catch_up.catch_up_width(depth, self._catch_up.initial_backlog)
+        is_steady_state, rest = (
+            result.is_steady_state and key.catch_up == usual,
+            (logprobs, started_at, ended_at),
+        )
+        return InFlightStep(
+            step.sequences, step.plan, self._transitions, outcome, *rest, is_steady_state
+        )
 
-    def _num_pages(self, sequences: list[Running], key: StepKey) -> int | None:
+    def _num_pages(self, sequences: list[RunningSequence], key: StepKey) -> int | None:
         """The width of page tables that hold all that a row reads; whole ones where these cost
         nothing."""
-        if self._loaded.kernels.reads_pages:
+        if self._loaded.kernels.reads_paged_cache:
             return None
-        more = self._levels[key.level].num_slots - 1
+        more = self._levels[key.shape_index].num_slots - 1
         bounds = (
-            min(self._pool.num_pages_for(one.num_known_most + more), len(one.pages))
+            min(self._pool.num_pages_for(one.max_num_known + more), len(one.pages))
             for one in sequences
         )
         return max(bounds, default=1)

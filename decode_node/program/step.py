@@ -11,24 +11,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 from tandem.decode_node.planning.step_plan import StepKey
 from tandem.decode_node.program.rows import RowState, RowTensors
-from tandem.model.drafters.base import Drafter, Drafts, Emitted, View
+from tandem.model.drafters.base import DraftContext, Drafter, Drafts, Emitted
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.batch import Batch, physical_slots
 from tandem.model.network.cache import MAIN, Caches
-from tandem.model.network.tree import Tree, tree_of
-from tandem.model.sampling.acceptance import judge, pick_draft, rank_drafts
-from tandem.model.sampling.acceptance.base import Evidence, Outcome, Verdict
-from tandem.model.sampling.sampler import adjusted_places, draw_places
+from tandem.model.network.tree import Tree, build_tree
+from tandem.model.sampling.acceptance import accept_drafts, sample_draft, top_candidates
+from tandem.model.sampling.acceptance.base import Outcome, VerifyInput, VerifyResult
+from tandem.model.sampling.sampler import apply_rules_at_places, draw_at_places
 from tandem.model.sampling.thinking import phase_after
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """A level, and the tree of one row if that is known before a step and no chain."""
 
-    level: Level
+    draft_shape: DraftShape
     tree: Tree | None
 
 
@@ -50,49 +50,58 @@ def decode_step(
     caches: Caches,
     rows: RowTensors,
     key: StepKey,
-    shape: Shape,
-    fed: Drafts | None = None,
+    shape: StepShape,
+    host_drafts: Drafts | None = None,
 ) -> StepOutput:
     """Advance every row by its accepted drafts plus one token of the main model's own. Drafts that
-    are not ``fed`` are made here."""
-    assert (rows.sampling.rules is not None) == key.extras.has_rules, "rules come if a row has some"
-    drafts = draft(loaded.drafter, caches, rows, key, shape.level) if fed is None else fed
+    are not ``host_drafts`` are made here."""
+    assert (rows.sampling.rules is not None) == key.traits.has_logit_rules, (
+        "rules come if a row has some"
+    )
+    drafts = (
+        draft(loaded.drafter, caches, rows, key, shape.draft_shape)
+        if host_drafts is None
+        else host_drafts
+    )
     tree = _tree(shape, drafts)
     hidden_BND, features_BNF, logits_BNV = verify(loaded, caches, rows, drafts, tree)
-    found = evidence(loaded, rows, drafts, logits_BNV, tree)
-    verdict = judge(key.extras.kinds, found)
-    outcome = Outcome.of(verdict, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
-    if verdict.path_BE is not None:
-        move_path(loaded, caches[MAIN], rows, verdict)
-        is_same, features_BNF = features_BNF is hidden_BND, along(features_BNF, verdict.path_BE)
-        hidden_BND = features_BNF if is_same else along(hidden_BND, verdict.path_BE)
-        logits_BNV = along(logits_BNV, verdict.path_BE)
-    emitted = Emitted(verdict.tokens_BE, verdict.num_accepted_B + 1, features_BNF)
-    after = commit(loaded, rows.state, key, verdict, emitted)
+    found = verify_input(loaded, rows, drafts, logits_BNV, tree)
+    result = accept_drafts(key.traits.rule_names, found)
+    outcome = Outcome.of(result, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
+    if result.path_BE is not None:
+        move_path(loaded, caches[MAIN], rows, result)
+        is_same, features_BNF = (
+            features_BNF is hidden_BND,
+            gather_path(features_BNF, result.path_BE),
+        )
+        hidden_BND = features_BNF if is_same else gather_path(hidden_BND, result.path_BE)
+        logits_BNV = gather_path(logits_BNV, result.path_BE)
+    emitted = Emitted(result.tokens_BE, result.num_accepted_B + 1, features_BNF)
+    after = commit(loaded, rows.state, key, result, emitted)
     return StepOutput(outcome, emitted, hidden_BND, logits_BNV, after)
 
 
-def _tree(shape: Shape, drafts: Drafts) -> Tree | None:
+def _tree(shape: StepShape, drafts: Drafts) -> Tree | None:
     """Of all rows, None where drafts are chains."""
     if drafts.parents_BN is not None:
-        return tree_of(drafts.parents_BN, shape.level.depth)
+        return build_tree(drafts.parents_BN, shape.draft_shape.depth)
     return None if shape.tree is None else shape.tree.expand(len(drafts.tokens_BN))
 
 
-def evidence(
+def verify_input(
     loaded: LoadedModel, rows: RowTensors, drafts: Drafts, logits_BNV: Tensor, tree: Tree | None
-) -> Evidence:
+) -> VerifyInput:
     """What drafts are judged by."""
     state, sampling, acceptance = rows.state, rows.sampling, rows.acceptance
     if drafts.num_B is not None and tree is None:
         acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
-    rest = sampling, state.num_output_B
-    adjusted_BNV = adjusted_places(logits_BNV, *rest, drafts.tokens_BN, tree)
-    return Evidence(
+    sampling_args = sampling, state.num_output_B
+    adjusted_BNV = apply_rules_at_places(logits_BNV, *sampling_args, drafts.tokens_BN, tree)
+    return VerifyInput(
         drafts_BN=drafts.tokens_BN,
         q_BNV=drafts.q_BNV,
         adjusted_BN1V=adjusted_BNV,
-        targets_BN1=draw_places(adjusted_BNV, *rest, tree),
+        targets_BN1=draw_at_places(adjusted_BNV, *sampling_args, tree),
         sampling=sampling,
         acceptance=acceptance,
         num_output_B=state.num_output_B,
@@ -103,20 +112,26 @@ def evidence(
     )
 
 
-def draft(drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, level: Level) -> Drafts:
+def draft(
+    drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, level: DraftShape
+) -> Drafts:
     """The drafter's part of a step."""
     state = rows.state
     assert rows.rows_B is not None, "rows are selected"
-    kinds = key.extras.kinds, rows.acceptance.kind_B
+    rule_args = key.traits.rule_names, rows.acceptance.rule_B
     sampling = rows.sampling, state.num_output_B
     known = state.last_B1, state.num_known_B, rows.page_table_BP, rows.real_B
-    view = View(
+    context = DraftContext(
         *known,
-        *(rows.rows_B, rows.memory),
-        pick=lambda logits_BV, drafts_BN: pick_draft(*kinds, logits_BV, *sampling, drafts_BN),
-        rank=lambda logits_BQV, *of: rank_drafts(*kinds, logits_BQV, *sampling, *of),
+        *(rows.rows_B, rows.table),
+        sample_draft=lambda logits_BV, drafts_BN: sample_draft(
+            *rule_args, logits_BV, *sampling, drafts_BN
+        ),
+        top_candidates=lambda logits_BQV, *of: top_candidates(
+            *rule_args, logits_BQV, *sampling, *of
+        ),
     )
-    return drafter.draft(state.drafter, view, level, key.catch_up, caches)
+    return drafter.draft(state.drafter, context, level, key.catch_up, caches)
 
 
 def verify(
@@ -140,7 +155,7 @@ def verify(
         bits_BQ=None if tree is None else tree.bits_BQ,
     )
     network, drafter = loaded.network, loaded.drafter
-    hidden_BND, features_BNF = network.tapped(batch, caches, drafter.taps)
+    hidden_BND, features_BNF = network.forward_with_taps(batch, caches, drafter.taps)
     if not drafter.num_features:
         features_BNF = features_BNF[..., :0]
     return hidden_BND, features_BNF, network.logits(hidden_BND)
@@ -153,34 +168,34 @@ def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
 
 
 def move_path(
-    loaded: LoadedModel, caches: list[Tensor], rows: RowTensors, verdict: Verdict
+    loaded: LoadedModel, caches: list[Tensor], rows: RowTensors, result: VerifyResult
 ) -> None:
     """Entries of accepted drafts go to where a chain would have put them; what is left of the tree
     behind them is written again later."""
-    assert verdict.path_BE is not None
-    begin_B1, page_size = (rows.state.num_known_B - 1).unsqueeze(1), caches[0].shape[1]
-    depth_E = torch.arange(1, verdict.path_BE.shape[1], device=begin_B1.device)
-    keep_BE = depth_E <= verdict.num_accepted_B.unsqueeze(1)
+    assert result.path_BE is not None
+    start_B1, page_size = (rows.state.num_known_B - 1).unsqueeze(1), caches[0].shape[1]
+    depth_E = torch.arange(1, result.path_BE.shape[1], device=start_B1.device)
+    keep_BE = depth_E <= result.num_accepted_B.unsqueeze(1)
     from_BE, to_BE = (
-        physical_slots(rows.page_table_BP, begin_B1 + offsets, keep_BE, page_size)
-        for offsets in (verdict.path_BE[:, 1:], depth_E)
+        physical_slots(rows.page_table_BP, start_B1 + offsets, keep_BE, page_size)
+        for offsets in (result.path_BE[:, 1:], depth_E)
     )
-    loaded.kernels.move(caches, from_BE, to_BE)
+    loaded.kernels.copy_slots(caches, from_BE, to_BE)
 
 
-def along(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
+def gather_path(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
     """What stands at the nodes of each row's path: [B, E, X]."""
     return x_BNX.gather(1, path_BE.unsqueeze(2).expand(-1, -1, x_BNX.shape[2]))
 
 
 def commit(
-    loaded: LoadedModel, state: RowState, key: StepKey, verdict: Verdict, emitted: Emitted
+    loaded: LoadedModel, state: RowState, key: StepKey, result: VerifyResult, emitted: Emitted
 ) -> RowState:
     """Lengths advance by what was emitted. Cache slots past the new length are simply written again
     later; what the drafter keeps of the step is its own affair."""
     drafter, think_ids = loaded.drafter, loaded.think_ids
     return RowState(
-        last_B1=verdict.tokens_BE.gather(1, verdict.num_accepted_B.unsqueeze(1)),
+        last_B1=result.tokens_BE.gather(1, result.num_accepted_B.unsqueeze(1)),
         num_known_B=state.num_known_B + emitted.num_B,
         num_output_B=state.num_output_B + emitted.num_B,
         thinking_B=phase_after(state.thinking_B, emitted.tokens_BE, emitted.num_B, think_ids),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tandem.core.identity import Identity
 from tandem.core.request import Request
-from tandem.decode_node.planning.states import Size
+from tandem.decode_node.planning.states import RequestSize
 from tandem.kv_transfer.messages import Offer
 
 
@@ -22,7 +22,7 @@ class Grant:
 
     identity: Identity
     session: int
-    size: Size
+    size: RequestSize
 
 
 @dataclass(frozen=True, slots=True)

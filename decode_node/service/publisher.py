@@ -4,7 +4,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 
-from tandem.core.beat import Beat
+from tandem.core.heartbeat import Heartbeat
 from tandem.core.identity import Identity
 from tandem.core.request import SequenceUpdate, TokenFrame
 from tandem.core.schema import pack
@@ -15,12 +15,14 @@ from tandem.runtime.frames import Frame
 class FramePublisher:
     """Owned by the asyncio loop it was made in; ``publish`` is called on the engine thread.
 
-    ``beat_of`` makes the beat of a session that holds these, without waiting for the engine.
+    ``make_heartbeat`` makes the beat of a session that holds these, without waiting for the engine.
     """
 
-    def __init__(self, sessions: Sessions, beat_of: Callable[[tuple[Identity, ...]], Beat]) -> None:
+    def __init__(
+        self, sessions: Sessions, make_heartbeat: Callable[[tuple[Identity, ...]], Heartbeat]
+    ) -> None:
         self._sessions = sessions
-        self._beat_of = beat_of
+        self._make_heartbeat = make_heartbeat
         self._readers: dict[int, Callable[[Frame], None]] = {}
         self._failure: BaseException | None = None
         self._asyncio = asyncio.get_running_loop()
@@ -37,12 +39,12 @@ class FramePublisher:
 
         return unsubscribe
 
-    def beat(self, session: int) -> None:
+    def on_heartbeat(self, session: int) -> None:
         """A heartbeat: renew what the session holds, and tell it what that is, or why the engine
         has stopped."""
         self._sessions.renew(session)
-        beat = self._beat_of(self._sessions.held(session))
-        self._tell(session, self._failure or pack(TokenFrame(beat=beat)))
+        heartbeat = self._make_heartbeat(self._sessions.sequences_of(session))
+        self._send_frame(session, self._failure or pack(TokenFrame(heartbeat=heartbeat)))
 
     def publish(self, updates: list[SequenceUpdate]) -> None:
         """What a step gave. Engine thread."""
@@ -58,14 +60,14 @@ class FramePublisher:
     def _publish(self, updates: list[SequenceUpdate]) -> None:
         by_session: dict[int, list[SequenceUpdate]] = defaultdict(list)
         for update in updates:
-            session = self._sessions.owner(update.identity)
+            session = self._sessions.session_of(update.identity)
             if session is not None:
                 by_session[session].append(update)
             if update.finish_reason is not None:
-                self._sessions.let_go(update.identity)
+                self._sessions.release(update.identity)
         for session, own in by_session.items():
-            self._tell(session, pack(TokenFrame(tuple(own))))
+            self._send_frame(session, pack(TokenFrame(tuple(own))))
 
-    def _tell(self, session: int, frame: Frame) -> None:
+    def _send_frame(self, session: int, frame: Frame) -> None:
         if session in self._readers:
             self._readers[session](frame)

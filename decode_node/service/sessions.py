@@ -25,26 +25,26 @@ class Sessions:
         """A sign of life; the first one begins the session."""
         self._renewed_at[session] = self._clock()
 
-    def hold(self, session: int, identity: Identity) -> None:
+    def add(self, session: int, identity: Identity) -> None:
         """The session asks for something, which is a sign of life too."""
         self.renew(session)
         self._owners[identity] = session
 
-    def let_go(self, identity: Identity) -> None:
+    def release(self, identity: Identity) -> None:
         """The sequence has ended; an unknown one is left alone."""
         self._owners.pop(identity, None)
 
-    def owner(self, identity: Identity) -> int | None:
+    def session_of(self, identity: Identity) -> int | None:
         return self._owners.get(identity)
 
-    def held(self, session: int) -> tuple[Identity, ...]:
+    def sequences_of(self, session: int) -> tuple[Identity, ...]:
         return tuple(identity for identity, owner in self._owners.items() if owner == session)
 
     def sweep(self) -> list[Identity]:
         """End the sessions that were not renewed; what they held, to be dropped."""
         horizon = self._clock() - self._lease_s
         ended = [session for session, at in self._renewed_at.items() if at <= horizon]
-        orphans = [identity for session in ended for identity in self.held(session)]
+        orphans = [identity for session in ended for identity in self.sequences_of(session)]
         for session in ended:
             del self._renewed_at[session]
         for identity in orphans:

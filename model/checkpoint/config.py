@@ -25,10 +25,16 @@ from pydantic import (  # fmt: skip
 from pydantic.dataclasses import dataclass
 
 from tandem.core.json_file import read_json
-from tandem.model.checkpoint.config_keys import QUANTIZATION, ROPE, JsonObject, refusals, settle
+from tandem.model.checkpoint.config_keys import (
+    QUANTIZATION,
+    ROPE,
+    JsonObject,
+    find_unsupported,
+    normalize_keys,
+)
 from tandem.model.checkpoint.eos import read_eos, usable_ids
 
-_REFUSED = {
+_UNSUPPORTED_MODELS = {
     "deepseek_v32": "it needs the sparse-attention (DSA) indexer, which Tandem does not have",
     "deepseek_v4": "it is a different architecture (compressed KV, hyper-connections)",
     "glm": "GLM is another family, even where its attention is MLA",
@@ -37,13 +43,13 @@ _REFUSED = {
 _V2, _GREEDY = "deepseek_v2", "greedy"
 _ROUTINGS = {_V2: ("softmax/greedy", "softmax/group_limited_greedy")}
 # Where a file says nothing these are the architecture's; transformers writes neither for V3.
-_OF_V2 = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
-_OF_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+_V2_DEFAULTS = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
+_V3_DEFAULTS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _WITHOUT_GROUPS = {"n_group": 1, "topk_group": 1}
 # A different cache format or different arithmetic must never meet this one: raise the number.
 _IDENTITY_VERSION = 2
 # What does not change a single cached value: two nodes may differ in it.
-_NOT_IDENTITY = ("dtype", "eos_token_ids", "quantization")
+_IDENTITY_EXCLUDES = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
 _REMEDIES = {
     "attention_bias": ["linear layers with bias are not implemented"],
@@ -58,13 +64,13 @@ _DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32", "float64")},
     **{"half": "float16", "float": "float32", "double": "float64"},
 }
-Positive = Annotated[StrictInt, Field(ge=1)]
-Amount = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[StrictInt, Field(ge=1)]
+PositiveFloat = Annotated[StrictFloat, Field(gt=0, allow_inf_nan=False)]
 Dtype = Annotated[
     Literal["bfloat16", "float16", "float32", "float64"],
     BeforeValidator(lambda name: _DTYPES.get(str(name).removeprefix("torch."), name)),
 ]
-Whole = Annotated[StrictInt, Field(ge=0)]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +79,10 @@ class YarnScaling:
     ``mscale_all_dim`` are 0 where the file has none."""
 
     type: Literal["yarn"]
-    factor: Amount
-    original_max_position_embeddings: Positive
-    beta_fast: Amount = 32.0
-    beta_slow: Amount = 1.0
+    factor: PositiveFloat
+    original_max_position_embeddings: PositiveInt
+    beta_fast: PositiveFloat = 32.0
+    beta_slow: PositiveFloat = 1.0
     mscale: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] = 0.0
     mscale_all_dim: Annotated[StrictFloat, Field(ge=0, allow_inf_nan=False)] = 0.0
     attention_factor: None = None
@@ -108,7 +114,7 @@ class Fp8Blocks:
     ``scale_fmt`` ue8m0 makes scales powers of two."""
 
     quant_method: Literal["fp8"]
-    weight_block_size: tuple[Positive, Positive]
+    weight_block_size: tuple[PositiveInt, PositiveInt]
     fmt: Literal["e4m3"] = "e4m3"
     scale_fmt: str | None = None
 
@@ -123,38 +129,38 @@ class ModelConfig:
     """
 
     model_type: Literal["deepseek_v3", "deepseek_v2", "kimi_k2"]
-    vocab_size: Positive
-    hidden_size: Positive
-    intermediate_size: Positive
-    moe_intermediate_size: Positive
-    num_hidden_layers: Positive
-    num_nextn_predict_layers: Whole = 0
-    num_attention_heads: Positive
-    q_lora_rank: Annotated[Whole, AfterValidator(lambda n: n or None)] | None
-    kv_lora_rank: Positive
-    qk_nope_head_dim: Positive
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    moe_intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_nextn_predict_layers: NonNegativeInt = 0
+    num_attention_heads: PositiveInt
+    q_lora_rank: Annotated[NonNegativeInt, AfterValidator(lambda n: n or None)] | None
+    kv_lora_rank: PositiveInt
+    qk_nope_head_dim: PositiveInt
     qk_rope_head_dim: Annotated[StrictInt, Field(ge=2, multiple_of=2)]
-    v_head_dim: Positive
-    first_k_dense_replace: Whole
+    v_head_dim: PositiveInt
+    first_k_dense_replace: NonNegativeInt
     moe_layer_freq: Literal[1] = 1
-    n_routed_experts: Positive
-    n_shared_experts: Whole
-    num_experts_per_tok: Positive
-    n_group: Positive
-    topk_group: Positive
+    n_routed_experts: PositiveInt
+    n_shared_experts: NonNegativeInt
+    num_experts_per_tok: PositiveInt
+    n_group: PositiveInt
+    topk_group: PositiveInt
     scoring_func: str
     topk_method: str
     norm_topk_prob: StrictBool
-    routed_scaling_factor: Amount
-    rms_norm_eps: Amount
+    routed_scaling_factor: PositiveFloat
+    rms_norm_eps: PositiveFloat
     rope_theta: Annotated[StrictFloat, Field(gt=1, allow_inf_nan=False)]
     rope_interleave: StrictBool = True
-    max_position_embeddings: Positive
+    max_position_embeddings: PositiveInt
     hidden_act: Literal["silu"] = "silu"
     attention_bias: Literal[False] = False
     mlp_bias: Literal[False] = False
     tie_word_embeddings: StrictBool = False
-    eos_token_ids: Annotated[tuple[Whole, ...], _EOS]
+    eos_token_ids: Annotated[tuple[NonNegativeInt, ...], _EOS]
     yarn: Annotated[YarnScaling | None, Field(validation_alias="rope_scaling")] = None
     quantization: Annotated[Fp8Blocks | None, Field(validation_alias=QUANTIZATION)] = None
     dtype: Dtype = "bfloat16"
@@ -180,15 +186,15 @@ class ModelConfig:
         cls, raw: JsonObject, origin: str = "config.json", ignored: tuple[str, ...] = ()
     ) -> "ModelConfig":
         """As `from_dir`, from the parsed file alone; `origin` is the file named in errors."""
-        settled = settle(raw)
-        problems = [*settled.problems, *refusals(settled, USED_KEYS, ignored)]
+        normalized = normalize_keys(raw)
+        problems = [*normalized.problems, *find_unsupported(normalized, USED_KEYS, ignored)]
         try:
-            config = cls(**_arguments(settled.values, origin))
+            config = cls(**_arguments(normalized.values, origin))
         except ValidationError as error:
             details = [dict(detail) for detail in error.errors()]
             of_type = [detail for detail in details if detail["loc"] == ("model_type",)]
             # What else the file of another model says is no matter.
-            found = [_problem(detail, settled.names) for detail in of_type or details]
+            found = [_problem(detail, normalized.names) for detail in of_type or details]
             problems = found if of_type else found + problems
         if problems:
             raise ValueError("\n".join(f"{origin}: {problem}" for problem in problems))
@@ -208,14 +214,14 @@ class ModelConfig:
         is_greedy, num_experts = self.topk_method == _GREEDY, self.n_routed_experts
         num_groups, num_kept = (1, 1) if is_greedy else (self.n_group, self.topk_group)
         per_group, rest = divmod(num_experts, num_groups)
-        lonely = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
+        is_too_small = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
         eligible = per_group * num_kept
         of_all = f"of n_routed_experts = {num_experts} topk_group/n_group = {num_kept}/{num_groups}"
         for name, is_wrong, remedy in (
             ("hidden_size", self.hidden_size % 8, "must be a multiple of 8"),
             ("moe_intermediate_size", self.moe_intermediate_size % 8, "must be a multiple of 8"),
             ("n_group", rest, f"must divide n_routed_experts = {num_experts}"),
-            ("n_group", lonely, "each group needs two experts or more (its score sums two)"),
+            ("n_group", is_too_small, "each group needs two experts or more (its score sums two)"),
             ("topk_group", num_kept > num_groups, f"must be <= n_group = {num_groups}"),
             ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}: {of_all}"),
             ("first_k_dense_replace", self.first_k_dense_replace > num_layers, "beyond the layers"),
@@ -260,7 +266,9 @@ class ModelConfig:
     def identity(self) -> str:
         """Digest of what shapes cached KV, which must be equal where KV is shared; weights' values
         and the cache's dtype (the layout's business) are no part of it."""
-        shape = {name: value for name, value in asdict(self).items() if name not in _NOT_IDENTITY}
+        shape = {
+            name: value for name, value in asdict(self).items() if name not in _IDENTITY_EXCLUDES
+        }
         text = json.dumps([_IDENTITY_VERSION, shape], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -294,7 +302,7 @@ def _arguments(values: JsonObject, origin: str) -> dict[str, Any]:
             found[section] = inside
     ids = [found.get("eos_token_id")]
     found["eos_token_id"] = usable_ids(ids, values.get("vocab_size"), origin)
-    defaults = _OF_V2 if found.get("model_type") == _V2 else _OF_V3
+    defaults = _V2_DEFAULTS if found.get("model_type") == _V2 else _V3_DEFAULTS
     is_greedy = (defaults | found)["topk_method"] == _GREEDY
     return (_WITHOUT_GROUPS if is_greedy else {}) | defaults | found
 
@@ -309,5 +317,5 @@ def _problem(detail: JsonObject, names: Mapping[str, str]) -> str:
         return str(detail["ctx"]["error"])
     text = f"{name} = {detail['input']!r}: {detail['msg'][0].lower()}{detail['msg'][1:]}"
     value = str(detail["input"])
-    reasons = [reason for prefix, reason in _REFUSED.items() if value.startswith(prefix)]
+    reasons = [reason for prefix, reason in _UNSUPPORTED_MODELS.items() if value.startswith(prefix)]
     return "; ".join([text, *_REMEDIES.get(detail["loc"][0], reasons)])

@@ -82,7 +82,7 @@ in rope_scaling."""
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class NormalizedConfig:
     """The values of a config.json.
 
     Attributes:
@@ -96,7 +96,7 @@ class Settled:
     problems: tuple[str, ...]
 
 
-def settle(raw: JsonObject) -> Settled:
+def normalize_keys(raw: JsonObject) -> NormalizedConfig:
     """Return one spelling of each value; a null or an empty object counts as absent."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
@@ -117,13 +117,15 @@ def settle(raw: JsonObject) -> Settled:
         for key in sorted(sections[0] ^ sections[1])
         if all(sections) and not (key == "rope_theta" and raw.get(key))
     ]
-    return Settled(values, names, tuple(problems))
+    return NormalizedConfig(values, names, tuple(problems))
 
 
-def refusals(settled: Settled, used: Collection[str], ignored: Collection[str]) -> Iterator[str]:
+def find_unsupported(
+    normalized: NormalizedConfig, used: Collection[str], ignored: Collection[str]
+) -> Iterator[str]:
     """Yield a message for keys of ``ignored`` (``model.ignore_config_keys``) that are among the
     ``used`` ones, and one for all unknown keys that it lacks."""
-    values = settled.values
+    values = normalized.values
     if hidden := [name for name in ignored if _key(name) in used]:
         yield (
             f"model.ignore_config_keys={hidden}: Tandem reads these, and ignores none of them; "
@@ -134,11 +136,11 @@ def refusals(settled: Settled, used: Collection[str], ignored: Collection[str]) 
         for key, parts in HARMLESS_AS.items()
     }
     unknown = {
-        settled.names[key]: f"{settled.names[key]} = {value!r:.80}{_remark(key, expected)}"
+        normalized.names[key]: f"{normalized.names[key]} = {value!r:.80}{_remark(key, expected)}"
         for key, value in values.items()
         if not (key in used or key in HARMLESS or key.startswith(HARMLESS_PREFIX))
         and not (key in expected and value == expected[key])
-        and settled.names[key] not in ignored
+        and normalized.names[key] not in ignored
     }
     if unknown:
         yield (

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tandem.core.json_file import read_json
-from tandem.core.pace import LOADING, on_start
+from tandem.core.progress import LOADING, on_startup_progress
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.digest import checkpoint_digest
 from tandem.model.checkpoint.headers import Header, read_header
@@ -21,8 +21,8 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 class CheckpointFiles(ExitStack):
     """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
 
-    Reading reports its progress to ``on_start`` (core/pace.py): the share of the checkpoint's bytes
-    that have been read, from 0 to 1.
+    Reading reports its progress to ``on_start`` (core/progress.py): the share of the checkpoint's
+    bytes that have been read, from 0 to 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +49,7 @@ class CheckpointFiles(ExitStack):
         """Return the digest of the files that ``read`` reads. Raises ValueError if one is none."""
         return checkpoint_digest(config, self._files, self._file_of)
 
-    def where(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """The file that holds a tensor."""
         return self.path / self._file_of[name]
 
@@ -75,7 +75,7 @@ class CheckpointFiles(ExitStack):
                 f"{self.path / file}: cannot read tensor {name}: {error}; download it again"
             ) from None
         self._num_read += tensor.nbytes
-        on_start.get()(LOADING, min(1.0, self._num_read / self._num_bytes))
+        on_startup_progress.get()(LOADING, min(1.0, self._num_read / self._num_bytes))
         return tensor
 
 

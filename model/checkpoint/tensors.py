@@ -14,7 +14,7 @@ Rows = TypeVar("Rows")
 _ALIGNMENT = 8
 
 
-def each(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Rows:
+def map_tensors(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Rows:
     """``rows`` with every tensor replaced by ``function`` of it and of those in its place in
     ``others``."""
     made: Any = rows
@@ -22,19 +22,19 @@ def each(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Rows:
         made = function(rows, *others)
     elif is_dataclass(rows):
         names, trees = [field.name for field in fields(rows)], (rows, *others)
-        parts = (each(function, *(getattr(tree, name) for tree in trees)) for name in names)
+        parts = (map_tensors(function, *(getattr(tree, name) for tree in trees)) for name in names)
         made = type(made)(*parts)
     return made
 
 
-def select(rows: Rows, index_B: Tensor) -> Rows:
+def select_rows(rows: Rows, index_B: Tensor) -> Rows:
     """The rows of ``index_B``, in its order."""
-    return each(lambda tensor: tensor.index_select(0, index_B), rows)
+    return map_tensors(lambda tensor: tensor.index_select(0, index_B), rows)
 
 
-def write(table: Rows, index_B: Tensor, rows: Rows) -> None:
+def write_rows(table: Rows, index_B: Tensor, rows: Rows) -> None:
     """Put ``rows`` at ``index_B`` of ``table``, in place."""
-    each(lambda held, new: held.index_copy_(0, index_B, new), table, rows)
+    map_tensors(lambda held, new: held.index_copy_(0, index_B, new), table, rows)
 
 
 def upload(rows: Rows, device: torch.device) -> Rows:
@@ -42,7 +42,7 @@ def upload(rows: Rows, device: torch.device) -> Rows:
     wait for all that was launched before. Tensors of the device stay."""
     if device.type == "cpu":
         return rows
-    waiting = [tensor for tensor in tensors(rows) if tensor.device.type == "cpu"]
+    waiting = [tensor for tensor in list_tensors(rows) if tensor.device.type == "cpu"]
     sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in waiting)
     starts = list(accumulate(sizes, initial=0))
     packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
@@ -53,20 +53,20 @@ def upload(rows: Rows, device: torch.device) -> Rows:
         packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
         for start, one in zip(starts, waiting, strict=True)
     )
-    return each(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
+    return map_tensors(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
 
 
 def download(rows: Rows) -> Rows:
     """A copy on the host, complete once the device has come this far."""
-    return each(_to_host, rows)
+    return map_tensors(_to_host, rows)
 
 
-def tensors(rows: object) -> list[Tensor]:
+def list_tensors(rows: object) -> list[Tensor]:
     """In the order of the fields."""
     if isinstance(rows, Tensor):
         return [rows]
     parts = [getattr(rows, field.name) for field in fields(rows)] if is_dataclass(rows) else []
-    return [tensor for part in parts for tensor in tensors(part)]
+    return [tensor for part in parts for tensor in list_tensors(part)]
 
 
 def _to_host(tensor: Tensor) -> Tensor:

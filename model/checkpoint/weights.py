@@ -35,15 +35,15 @@ not."""
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
-    FP8 matrices, if these ``keep_blocks``. A rank that never ``drafts`` writes cache entries of the
+    FP8 matrices, if these ``keep_fp8``. A rank that never ``drafts`` writes cache entries of the
     MTP layer and has no use for its experts. ``ignored_keys`` is ``model.ignore_config_keys``."""
 
     files: CheckpointFiles
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
-    keep_blocks: bool = False
-    drafts: bool = True
+    keep_fp8: bool = False
+    may_draft: bool = True
     ignored_keys: tuple[str, ...] = ()
 
 
@@ -52,7 +52,7 @@ def mtp_prefix(config: ModelConfig, number: int) -> str:
     return f"model.layers.{config.num_hidden_layers + number}."
 
 
-def num_mtp(files: CheckpointFiles, config: ModelConfig) -> int:
+def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
     """MTP layers that the checkpoint really holds: re-quantised copies often drop them while
     config.json still promises some. Raises ValueError if it holds some of them."""
     promised = config.num_nextn_predict_layers
@@ -76,8 +76,8 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
     network.rope.to(checkpoint.device)
     num_layers = checkpoint.config.num_hidden_layers
     layers = ((name, _LAYER.match(name)) for name in checkpoint.files.names())
-    own = (name for name, match in layers if not match or int(match[1]) < num_layers)
-    load_weights(network, own, checkpoint)
+    own_names = (name for name, match in layers if not match or int(match[1]) < num_layers)
+    load_weights(network, own_names, checkpoint)
     return network.eval()
 
 
@@ -85,14 +85,16 @@ def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole:
     """Fill an MTP layer; its copies of embedding and head are not read, nor are experts if it is
     not to be whole. Raises as load_weights does."""
     prefix = mtp_prefix(checkpoint.config, number)
-    own = (name for name in checkpoint.files.names() if name.startswith(prefix))
-    own = (
-        name for name in own if name.removeprefix(prefix).removesuffix(_SCALE) not in _MTP_COPIES
+    own_names = (name for name in checkpoint.files.names() if name.startswith(prefix))
+    own_names = (
+        name
+        for name in own_names
+        if name.removeprefix(prefix).removesuffix(_SCALE) not in _MTP_COPIES
     )
     if not is_whole:
         del layer.mlp
-        own = (name for name in own if not name.startswith(prefix + "mlp."))
-    load_weights(layer, own, checkpoint, prefix)
+        own_names = (name for name in own_names if not name.startswith(prefix + "mlp."))
+    load_weights(layer, own_names, checkpoint, prefix)
 
 
 def load_weights(
@@ -106,8 +108,8 @@ def load_weights(
     unreadable.
     """
     files, config = checkpoint.files, checkpoint.config
-    if checkpoint.keep_blocks:
-        keep_blocks(module, lambda name: files.is_fp8(prefix + name))
+    if checkpoint.keep_fp8:
+        keep_fp8(module, lambda name: files.is_fp8(prefix + name))
     tensors = _materialise(module, checkpoint)
     places: dict[str, list[Tensor]] = defaultdict(list)
     for item in tensors.items():
@@ -123,7 +125,7 @@ def load_weights(
             or _is_elsewhere(name, config)
         ):
             raise ValueError(
-                f"{files.where(name)}: unknown tensor {name}; "
+                f"{files.path_of(name)}: unknown tensor {name}; "
                 f"this is not a {config.model_type} checkpoint as config.json describes it"
             )
     if config.tie_word_embeddings and places.pop("lm_head.weight", None) is not None:
@@ -134,18 +136,16 @@ def load_weights(
         raise ValueError(f"{files.path}: {len(places)} tensors are missing, such as {some}")
 
 
-def keep_blocks(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
+def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
     """Before it is loaded: matrices that are FP8 stay so, where that can be read; routed experts
     do if any of them is."""
     for name, part in module.named_modules():
         if isinstance(part, Experts):
-            weights = [f"{name}.{expert}.gate_proj.weight" for expert in part.held]
+            weights = [f"{name}.{expert}.gate_proj.weight" for expert in part.expert_ids]
         else:
-            weights = (
-                [f"{name}.weight"] if isinstance(part, Linear) and part.may_keep_blocks else []
-            )
+            weights = [f"{name}.weight"] if isinstance(part, Linear) and part.may_keep_fp8 else []
         if any(map(is_fp8, weights)):
-            part.keep_blocks()
+            part.keep_fp8()
 
 
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -158,7 +158,7 @@ def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
         yield name, tensor
         return
     parts = ("gate_proj", "up_proj") if fused == "gate_up" else ("down_proj",)
-    for expert, matrix in zip(experts.held, tensor, strict=True):
+    for expert, matrix in zip(experts.expert_ids, tensor, strict=True):
         for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
             yield f"{path}.{expert}.{part}.{leaf}", place
 
@@ -173,30 +173,32 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
     tensor = files.read(name)
     if places[0].shape != tensor.shape:
         raise ValueError(
-            f"{files.where(name)}: {name} has shape {tuple(tensor.shape)}, "
+            f"{files.path_of(name)}: {name} has shape {tuple(tensor.shape)}, "
             f"config.json makes it {tuple(places[0].shape)}"
         )
     if places[0].dtype != torch.float8_e4m3fn:
-        tensor = _plain(files, name, tensor, fp8)
+        tensor = _dequantised(files, name, tensor, fp8)
     elif tensor.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{files.where(name)}: {name} is {tensor.dtype}, others are FP8")
+        raise ValueError(f"{files.path_of(name)}: {name} is {tensor.dtype}, others are FP8")
     for place in places:
         place.copy_(tensor)
 
 
-def _plain(files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None) -> Tensor:
+def _dequantised(
+    files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None
+) -> Tensor:
     """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor
     if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
         raise ValueError(
-            f"{files.where(name)}: {name} is {tensor.dim()}-d {tensor.dtype}; "
+            f"{files.path_of(name)}: {name} is {tensor.dim()}-d {tensor.dtype}; "
             "only bf16, fp16 and fp32 tensors, and fp8 e4m3 matrices, can be loaded"
         )
     scale = name + _SCALE
     if scale not in files or fp8 is None:
         raise ValueError(
-            f"{files.where(name)}: {name} is {tensor.dtype} but has no {scale} "
+            f"{files.path_of(name)}: {name} is {tensor.dtype} but has no {scale} "
             "or config.json no quantization_config"
         )
     rows, columns = fp8.weight_block_size
@@ -204,7 +206,8 @@ def _plain(files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | N
     expected = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
     if tuple(scale_inv.shape) != expected:
         raise ValueError(
-            f"{files.where(scale)}: {scale} has shape {tuple(scale_inv.shape)}, expected {expected}"
+            f"{files.path_of(scale)}: {scale} has shape {tuple(scale_inv.shape)}, expected "
+            f"{expected}"
         )
     return dequantise(tensor, scale_inv, (rows, columns))
 

@@ -11,31 +11,31 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tandem.core.forms import CatchUp
-from tandem.core.levels import Level, Levels, chains
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
+from tandem.core.execution import CatchUpPolicy
 from tandem.model.kernels.base import Kernels
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import CacheGroup, Caches
 from tandem.model.network.tree import Tree
-from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.ranking import TopCandidates
 
-UNKNOWN = -1
+UNKNOWN_TOKEN = -1
 """Stands for the token after a segment that is not known yet."""
-Own = Any
+DrafterState = Any
 """Rows of a drafter: a dataclass of tensors whose first axis is the row, or None."""
-Notes = Any
+DrafterTable = Any
 """What a drafter keeps of all rows besides, and changes in place; or None."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class DraftContext:
     """What any drafter may know of B rows. ``num_known_B`` is L, prompt plus emitted tokens, of
     which ``last_B1`` is the last. ``real_B`` is False for rows that only fill the batch up.
-    ``rows_B`` are their places in the drafter's ``memory``.
-    ``pick(logits_BV, drafts_BN)`` chooses the draft after ``drafts_BN`` as its request samples, and
-    tells the probabilities [B, V] it was drawn from if its request's acceptance needs them;
-    ``rank(logits_BQV, drafts_BM, nodes, num_ranks)`` what may follow nodes of a tree, whose bits
-    are of the last known token and ``drafts_BM``.
+    ``rows_B`` are their places in the drafter's ``memory``. ``pick(logits_BV, drafts_BN)`` chooses
+    the draft after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was
+    drawn from if its request's acceptance needs them; ``rank(logits_BQV, drafts_BM, nodes,
+    num_candidates)`` what may follow nodes of a tree, whose bits are of the last known token and
+    ``drafts_BM``.
     """
 
     last_B1: Tensor
@@ -43,15 +43,15 @@ class View:
     page_table_BP: Tensor
     real_B: Tensor
     rows_B: Tensor
-    memory: Notes
-    pick: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
-    rank: Callable[[Tensor, Tensor, Tree, int], Ranked]
+    table: DrafterTable
+    sample_draft: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+    top_candidates: Callable[[Tensor, Tensor, Tree, int], TopCandidates]
 
-    def chained(self, num: int, logits: Callable[[int, Tensor], Tensor]) -> "Drafts":
+    def draft_chain(self, num: int, logits: Callable[[int, Tensor], Tensor]) -> "Drafts":
         """Picks of the ``logits(i, last_B1)`` [B, V], each behind the one picked before."""
         drafts_BN, last_B1, drawn_from = self.last_B1[:, :0], self.last_B1, []
         for i in range(num):
-            next_B, q_BV = self.pick(logits(i, last_B1), drafts_BN)
+            next_B, q_BV = self.sample_draft(logits(i, last_B1), drafts_BN)
             last_B1 = next_B.unsqueeze(1)
             drafts_BN = torch.cat((drafts_BN, last_B1), 1)
             drawn_from += [] if q_BV is None else [q_BV]
@@ -81,19 +81,19 @@ class Emitted:
     features_BEF: Tensor
 
 
-class NeverBehind:
+class NoCatchUp:
     """How a drafter catches up that is called when there is something to draft, and keeps nothing
     of other steps."""
 
-    start = 0
+    initial_backlog = 0
 
-    def amount(self, depth: int, behind: int) -> int:
+    def catch_up_width(self, depth: int, behind: int) -> int:
         return 0
 
-    def behind(self, before: int, depth: int, amount: int) -> int:
+    def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
         return 0
 
-    def usual(self, depth: int) -> tuple[int, ...]:
+    def common_widths(self, depth: int) -> tuple[int, ...]:
         return (0,)
 
 
@@ -102,36 +102,36 @@ class Drafter(Protocol):
     is in its caches. One that keeps nothing has but a name and drafts of its own.
 
     Its part of a step is on the device and static, of the program of that step, and a failure in it
-    is the step's; unless it ``is_fed``: then it is called before each program, as Python, and
-    what it raises costs that rank the drafts of that step. ``meets_ranks``: it calls what all ranks
-    of a gang have to call together.
-    ``num_features``: of each token that the main model has seen it wants the last hidden state, or
-    nothing (0), or what entered the layers ``taps`` if it names any; those of the last ``num_last``
-    tokens of a prompt come with it. ``cache_groups`` are the caches it reads and writes besides the
-    main model's; a prefill node fills them, and they travel with the rest. ``identity`` names the
-    files that entries there are made by, if they are not the checkpoint's own.
+    is the step's; unless it ``runs_on_host``: then it is called before each program, as Python, and
+    what it raises costs that rank the drafts of that step. ``uses_collectives``: it calls what all
+    ranks of a gang have to call together. ``num_features``: of each token that the main model has
+    seen it wants the last hidden state, or nothing (0), or what entered the layers ``taps`` if it
+    names any; those of the last ``num_feature_tokens`` tokens of a prompt come with it.
+    ``cache_groups`` are the caches it reads and writes besides the main model's; a prefill node
+    fills them, and they travel with the rest. ``identity`` names the files that entries there are
+    made by, if they are not the checkpoint's own.
     """
 
     name: str
-    is_fed: bool = False
-    meets_ranks: bool = False
+    runs_on_host: bool = False
+    uses_collectives: bool = False
     num_features: int = 0
     taps: tuple[int, ...] = ()
-    num_last: int = 1
+    num_feature_tokens: int = 1
     identity: str = ""
     cache_groups: tuple[CacheGroup, ...] = ()
 
     @property
-    def trouble(self) -> str:
+    def status_note(self) -> str:
         """What a status should tell, if anything."""
         return ""
 
     @property
-    def num_shipped(self) -> int:
+    def num_handover_features(self) -> int:
         """Features that come with a prompt."""
-        return self.num_last * self.num_features
+        return self.num_feature_tokens * self.num_features
 
-    def adopt(self, kernels: Kernels) -> None:
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
         """Its weights are loaded: compute with these."""
         return
 
@@ -142,43 +142,52 @@ class Drafter(Protocol):
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Fill the drafter's caches for the main model's packed ``batch``, whose features are
         ``features_1TF``. ``next_GK`` are as many tokens behind each segment's last as entries may
-        depend on, or UNKNOWN, and of what is not known nothing may be written: that of a prompt's
-        last rows. Other segments have at least as many tokens behind them."""
+        depend on, or UNKNOWN_TOKEN, and of what is not known nothing may be written: that of a
+        prompt's last rows. Other segments have at least as many tokens behind them."""
         return
 
-    def levels(self, most_depth: int) -> Levels:
-        """How much it can draft, where ``most_depth`` is asked for at most."""
-        return chains(most_depth)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        """How much it can draft, where ``max_depth`` is asked for at most."""
+        return chain_shapes(max_depth)
 
-    def catch_up(self, most_depth: int) -> CatchUp:
+    def catch_up(self, max_depth: int) -> CatchUpPolicy:
         """How it catches up where its drafts are at most so deep."""
-        return NeverBehind()
+        return NoCatchUp()
 
-    def begin(
-        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
-    ) -> Own:
+    def init_state(
+        self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
+    ) -> DrafterState:
         """One row, of a sequence whose ``text`` ends with its first token. ``features_F`` are those
-        of the last prompt tokens, ``num_shipped``; zeros if they are not known: then nothing of the
-        prompt's may be written."""
+        of the last prompt tokens, ``num_handover_features``; zeros if they are not known: then
+        nothing of the prompt's may be written."""
         return None
 
-    def memory(self, num_rows: int, num_tokens: int, device: torch.device) -> Notes:
+    def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> DrafterTable:
         """Of so many rows, whose texts have at most so many tokens. It must follow from their
         texts alone, so that rows can move and be begun anew."""
         return None
 
-    def enter(self, memory: Notes, row: int, token_ids: Sequence[int]) -> None:
+    def register_row(self, table: DrafterTable, row: int, token_ids: Sequence[int]) -> None:
         """A row begins whose text this is."""
         return
 
-    def note(self, memory: Notes, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted) -> None:
+    def update_table(
+        self, table: DrafterTable, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
+    ) -> None:
         """Rows have so many tokens, the last of them those that a step has given them."""
         return
 
-    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+    def draft(
+        self,
+        state: DrafterState,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
         """Propose as much as ``level`` says, maybe nothing, and catch up with ``amount``. ``own``
         is left as it is."""
 
-    def commit(self, own: Own, emitted: Emitted, amount: int) -> Own:
+    def commit(self, state: DrafterState, emitted: Emitted, catch_up_width: int) -> DrafterState:
         """The rows after a step that caught up with ``amount``."""
         return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tandem.model.drafters.base import Drafts
 from tandem.model.network.tree import Tree
-from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.ranking import TopCandidates
 
 
 class Candidates(NamedTuple):
@@ -23,8 +23,8 @@ class Candidates(NamedTuple):
 
     tokens_BC: Tensor
     parents_BC: Tensor
-    shares_BC: Tensor
-    worth_BC: Tensor
+    log_probs_BC: Tensor
+    scores_BC: Tensor
     q_BKV: Tensor | None
 
 
@@ -33,14 +33,14 @@ class Beam(NamedTuple):
     ``drafts_BM``, these themselves last."""
 
     numbers_BK: Tensor
-    shares_BK: Tensor
-    worth_BK: Tensor
+    log_probs_BK: Tensor
+    scores_BK: Tensor
     hidden_BKD: Tensor
     drafts_BM: Tensor
     nodes: Tree
 
 
-def root(hidden_BD: Tensor) -> Beam:
+def root_beam(hidden_BD: Tensor) -> Beam:
     """The last known token alone."""
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
@@ -49,29 +49,32 @@ def root(hidden_BD: Tensor) -> Beam:
     return Beam(none_B1, whole_B1, whole_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
 
 
-def followed(beam: Beam, ranked: Ranked) -> Candidates:
+def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
     """What may come after the beam. No place is worth more than that of what it comes after."""
-    parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(ranked.tokens_BQK)
-    shares_BK1, worth_BK1 = beam.shares_BK.unsqueeze(2), beam.worth_BK.unsqueeze(2)
-    worth_BKR = (shares_BK1 + ranked.worth_BQK).minimum(worth_BK1)
-    shares_BKR = shares_BK1 + ranked.shares_BQK
-    own = ranked.tokens_BQK.flatten(1), parents_BKR.flatten(1)
-    return Candidates(*own, shares_BKR.flatten(1), worth_BKR.flatten(1), ranked.q_BQV)
+    parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(top.tokens_BQK)
+    log_probs_BK1, scores_BK1 = beam.log_probs_BK.unsqueeze(2), beam.scores_BK.unsqueeze(2)
+    scores_BKR = (log_probs_BK1 + top.scores_BQK).minimum(scores_BK1)
+    log_probs_BKR = log_probs_BK1 + top.log_probs_BQK
+    own = top.tokens_BQK.flatten(1), parents_BKR.flatten(1)
+    return Candidates(*own, log_probs_BKR.flatten(1), scores_BKR.flatten(1), top.q_BQV)
 
 
-def narrowed(beam: Beam, found: Sequence[Candidates]) -> Beam:
+def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
     """The best of those found last, with the hidden states of what they come after."""
-    last, num_ranks = found[-1], found[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1]
-    best_BK = last.worth_BC.argsort(dim=1, descending=True, stable=True)[:, :num_ranks]
-    from_BK, num_before = best_BK // num_ranks, beam.drafts_BM.shape[1]
-    node_K = torch.arange(num_before + 1, num_before + num_ranks + 1, device=best_BK.device)
+    last, num_candidates = (
+        candidates[-1],
+        candidates[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1],
+    )
+    best_BK = last.scores_BC.argsort(dim=1, descending=True, stable=True)[:, :num_candidates]
+    from_BK, num_before = best_BK // num_candidates, beam.drafts_BM.shape[1]
+    node_K = torch.arange(num_before + 1, num_before + num_candidates + 1, device=best_BK.device)
     hidden_size = beam.hidden_BKD.shape[2]
     depth = beam.nodes.depth + 1
     own_bit_K = torch.ones_like(node_K) << node_K
     return Beam(
-        numbers_BK=best_BK + 1 + sum(one.tokens_BC.shape[1] for one in found[:-1]),
-        shares_BK=last.shares_BC.gather(1, best_BK),
-        worth_BK=last.worth_BC.gather(1, best_BK),
+        numbers_BK=best_BK + 1 + sum(one.tokens_BC.shape[1] for one in candidates[:-1]),
+        log_probs_BK=last.log_probs_BC.gather(1, best_BK),
+        scores_BK=last.scores_BC.gather(1, best_BK),
         hidden_BKD=beam.hidden_BKD.gather(1, from_BK.unsqueeze(2).expand(-1, -1, hidden_size)),
         drafts_BM=torch.cat((beam.drafts_BM, last.tokens_BC.gather(1, best_BK)), 1),
         nodes=Tree(
@@ -83,27 +86,27 @@ def narrowed(beam: Beam, found: Sequence[Candidates]) -> Beam:
     )
 
 
-def chosen(found: Sequence[Candidates], num_nodes: int) -> Drafts:
+def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
     """The best of all, as a tree: no candidate is worth more than what it comes after, which was
     found before it."""
-    tokens_BC, parents_BC, worth_BC = (
-        torch.cat([getattr(one, name) for one in found], 1)
-        for name in ("tokens_BC", "parents_BC", "worth_BC")
+    tokens_BC, parents_BC, scores_BC = (
+        torch.cat([getattr(one, name) for one in candidates], 1)
+        for name in ("tokens_BC", "parents_BC", "scores_BC")
     )
-    order_BC = worth_BC.argsort(dim=1, descending=True, stable=True)
+    order_BC = scores_BC.argsort(dim=1, descending=True, stable=True)
     rank_BC = order_BC.argsort(1)
     best_BN = order_BC[:, :num_nodes]
     node_BC = torch.cat((torch.zeros_like(rank_BC[:, :1]), rank_BC + 1), 1)
     parents_BN = node_BC.gather(1, parents_BC.gather(1, best_BN))
-    return Drafts(tokens_BC.gather(1, best_BN), None, _drawn_from(found, best_BN), parents_BN)
+    return Drafts(tokens_BC.gather(1, best_BN), None, _drawn_from(candidates, best_BN), parents_BN)
 
 
-def _drawn_from(found: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:
+def _drawn_from(candidates: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:
     """What each of the best was drawn from [B, N, V]."""
-    many = [one.q_BKV for one in found if one.q_BKV is not None]
+    many = [one.q_BKV for one in candidates if one.q_BKV is not None]
     if not many:
         return None
-    num_ranks = found[0].tokens_BC.shape[1]
+    num_candidates = candidates[0].tokens_BC.shape[1]
     q_BMV = torch.cat(many, 1)
-    at_BN1 = (best_BN // num_ranks).unsqueeze(2)
+    at_BN1 = (best_BN // num_candidates).unsqueeze(2)
     return q_BMV.gather(1, at_BN1.expand(-1, -1, q_BMV.shape[2]))

@@ -9,8 +9,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 Choice = tuple[int, ...]
-MOST_RANK = 63
-_Rank = Annotated[int, Field(strict=True, ge=0, le=MOST_RANK)]
+MAX_RANK = 63
+_Rank = Annotated[int, Field(strict=True, ge=0, le=MAX_RANK)]
 _PATHS = TypeAdapter(list[Annotated[tuple[_Rank, ...], Field(min_length=1)]])
 
 
@@ -18,19 +18,19 @@ def read_choices(file: Path) -> tuple[Choice, ...]:
     """Of a JSON file with a list of lists, in an order in which no path comes before its prefix.
     Raises ValueError naming file, path and remedy."""
     try:
-        return ordered(_PATHS.validate_json(file.read_bytes()))
+        return with_prefixes(_PATHS.validate_json(file.read_bytes()))
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"[{index}]" for index in first["loc"])
         raise ValueError(
             f"speculation.medusa_choices: {file}: {where or 'all'}: {first['msg']}; write paths of "
-            f"ranks of 0 to {MOST_RANK}, such as [[0], [1], [0, 0]]"
+            f"ranks of 0 to {MAX_RANK}, such as [[0], [1], [0, 0]]"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"speculation.medusa_choices: {file}: {error}") from None
 
 
-def ordered(choices: Sequence[Choice]) -> tuple[Choice, ...]:
+def with_prefixes(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     """Each once, as they come, but for those that come before their prefix. Raises ValueError for
     one whose prefix is not there."""
     known = set(choices)
@@ -48,7 +48,7 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
     return tuple(number[path[:-1]] for path in number if path)
 
 
-def orders_of(choices: Iterable[Choice]) -> list[int]:
+def sibling_orders(choices: Iterable[Choice]) -> list[int]:
     """How many there are of each one's siblings that come before it."""
     seen: Counter[Choice] = Counter()
     orders = []

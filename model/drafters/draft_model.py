@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 from tandem.core.config import SpeculationConfig
+from tandem.core.draft_shapes import DraftShape, DraftShapes
 from tandem.core.json_file import read_json
-from tandem.core.levels import Level, Levels
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.files import CheckpointFiles
 from tandem.model.checkpoint.weights import Checkpoint, load_network
-from tandem.model.drafters.base import View
-from tandem.model.drafters.files import digest
+from tandem.model.drafters.base import DraftContext
+from tandem.model.drafters.files import files_digest
 from tandem.model.drafters.mtp import MtpDrafter
-from tandem.model.drafters.mtp_rows import MtpRows, first_pass
+from tandem.model.drafters.mtp_rows import MtpRows, first_pass_batch
 from tandem.model.drafters.mtp_tree import MtpTreeDrafter
 from tandem.model.kernels import check_widths
-from tandem.model.kernels.base import Angles, Kernels
+from tandem.model.kernels.base import Kernels, RopeCosSin
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import MAIN, CacheGroup, Caches
 from tandem.model.network.deepseek import DeepseekV3
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 
 NAME = "draft_model"
 TOKENIZER = "tokenizer.json"
-_NO_MATTER = "truncation", "padding"
+_IGNORED_SECTIONS = "truncation", "padding"
 
 
 class ModelDrafter(MtpDrafter):
@@ -49,9 +49,11 @@ class ModelDrafter(MtpDrafter):
         self.cache_groups = (CacheGroup(NAME, config.num_hidden_layers, config.latent_dim),)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
+    ) -> Self:
         """Raises ValueError for a folder without a model of this family and tokenizer."""
-        if (path := asked.draft_model_path) is None:
+        if (path := spec_config.draft_model_path) is None:
             raise ValueError(
                 "speculation.draft_model_path: is null; name the folder of the draft model"
             )
@@ -65,54 +67,59 @@ class ModelDrafter(MtpDrafter):
             model = load_network(
                 Checkpoint(files, config, *kind), Dispatch(config.n_routed_experts)
             )
-            weights = sorted({files.where(name) for name in files.names()})
-        return cls(model, f"{NAME} {digest(path / 'config.json', *weights)}")
+            weights = sorted({files.path_of(name) for name in files.names()})
+        return cls(model, f"{NAME} {files_digest(path / 'config.json', *weights)}")
 
-    def adopt(self, kernels: Kernels) -> None:
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
         """Raises ValueError for a model that these do not compute."""
         try:
-            check_widths(self._network.config, kernels.lanes)
+            check_widths(self._network.config, kernels.dim_multiple)
         except ValueError as error:
             raise ValueError(
                 f"speculation.draft_model_path: not with {kernels.name} kernels, {error}; use "
                 "another draft model, or model.kernels=torch"
             ) from None
-        adopt(self._network, kernels)
+        process_weights_after_loading(self._network, kernels)
 
-    def begin(
-        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    def init_state(
+        self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
         """The prompt's entries are all there, whatever is known of its hidden states."""
-        return super().begin(text, features_F, True, most_depth)
+        return super().init_state(text, features_F, True, max_depth)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         self.forward(batch, features_1TF, caches)
 
     def forward(
-        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: Angles | None = None
+        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
         """What the head reads [X, D], of tokens alone."""
         hidden_BQD: Tensor = self._network(batch, {MAIN: caches[NAME]})
         return hidden_BQD.flatten(0, 1)
 
-    def _first(
-        self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches
+    def _first_pass(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
     ) -> Tensor | None:
-        if amount == 0:
+        if catch_up_width == 0:
             return None
-        batch = first_pass(own, view, amount, caches[NAME][0].shape[1], self.lag)
-        hidden_XD = self.forward(batch, own.hidden_BMD, caches)
-        at_B = torch.arange(len(own.tokens_BM), device=hidden_XD.device) * amount
-        return hidden_XD[at_B + (own.num_pending_B - 1)] if level.depth else None
+        batch = first_pass_batch(state, context, catch_up_width, caches[NAME][0].shape[1], self.lag)
+        hidden_XD = self.forward(batch, state.hidden_BMD, caches)
+        at_B = torch.arange(len(state.tokens_BM), device=hidden_XD.device) * catch_up_width
+        return hidden_XD[at_B + (state.num_pending_B - 1)] if draft_shape.depth else None
 
 
 class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
     """Trees of a beam; its children are the model's likeliest, or those that noise prefers."""
 
-    def levels(self, most_depth: int) -> Levels:
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
         """Entries lie a slot further than MTP's."""
-        found = super().levels(most_depth)
-        return tuple(replace(one, num_used=one.num_used + 1) for one in found)
+        found = super().draft_shapes(max_depth)
+        return tuple(replace(one, num_draft_slots=one.num_draft_slots + 1) for one in found)
 
 
 def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:
@@ -132,5 +139,5 @@ def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> No
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    said = read_json(folder / TOKENIZER)
-    return {key: value for key, value in said.items() if key not in _NO_MATTER}
+    tokenizer = read_json(folder / TOKENIZER)
+    return {key: value for key, value in tokenizer.items() if key not in _IGNORED_SECTIONS}

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tandem.core.config import SpeculationConfig
 from tandem.model.checkpoint.weights import Checkpoint
-from tandem.model.drafters.eagle_config import CONFIG, Said, read_config
+from tandem.model.drafters.eagle_config import CONFIG, RawEagleConfig, read_config
 from tandem.model.drafters.eagle_layer import Eagle3Layer, EagleLayer
-from tandem.model.drafters.files import digest, fill, found, read
+from tandem.model.drafters.files import files_digest, find_file, load_parameters, read_tensors
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.drafters.mtp_tree import MtpTreeDrafter
 from tandem.model.network.batch import Batch
@@ -23,7 +23,7 @@ from tandem.model.network.layers import Rope
 WEIGHTS = "model.safetensors", "pytorch_model.bin"
 EAGLE = "eagle"
 _LAYER = re.compile(r"^(model\.)?(layers\.0\.)?")
-_OF_OUTPUTS = "midlayer.mlp.", "lm_head."
+_OUTPUT_PREFIXES = "midlayer.mlp.", "lm_head."
 """What nobody has a use for who never drafts."""
 
 
@@ -31,11 +31,11 @@ class EagleDrafter(MtpDrafter):
     """Passes and rows are those of MTP: its layer pairs a token with the features before it."""
 
     group = name = EAGLE
-    kind: type[EagleLayer] = EagleLayer
+    layer_class: type[EagleLayer] = EagleLayer
 
     def __init__(self, network: DeepseekV3, layer: EagleLayer, identity: str = "") -> None:
         super().__init__(network, layer)  # type: ignore[arg-type]
-        config, self.meets_ranks, self.identity = layer.config, False, identity
+        config, self.uses_collectives, self.identity = layer.config, False, identity
         self._head = layer
         self.taps = config.taps
         self.num_features = max(1, len(config.taps)) * config.model.hidden_size
@@ -43,31 +43,37 @@ class EagleDrafter(MtpDrafter):
         self._rope = Rope(config.model).to(network.rope.cos_TR.device)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
+    ) -> Self:
         """Raises ValueError for a folder without a head of this model."""
-        if asked.draft_model_path is None:
+        if spec_config.draft_model_path is None:
             raise ValueError(
                 f"speculation.draft_model_path: is null; name the folder of the {cls.name} head"
             )
         config = read_config(
-            asked.draft_model_path,
+            spec_config.draft_model_path,
             checkpoint.files.path,
-            has_taps=issubclass(cls.kind, Eagle3Layer),
+            has_taps=issubclass(cls.layer_class, Eagle3Layer),
             ignored=checkpoint.ignored_keys,
         )
-        file = found(asked.draft_model_path, WEIGHTS)
-        tensors = {_named(name): tensor for name, tensor in read(file).items()}
+        file = find_file(spec_config.draft_model_path, WEIGHTS)
+        tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
         d2t_U, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
         with torch.device("meta"):
-            layer = cls.kind(config, set(tensors))
-        if not checkpoint.drafts:
+            layer = cls.layer_class(config, set(tensors))
+        if not checkpoint.may_draft:
             layer.midlayer.mlp, layer.lm_head = None, None
-            tensors = {n: one for n, one in tensors.items() if not n.startswith(_OF_OUTPUTS)}
-        fill(layer, file, tensors, checkpoint)
-        if config.said.num_outputs != config.said.vocab_size:
-            layer.column_V = columns(file, d2t_U, t2d_V, config.said).to(checkpoint.device)
+            tensors = {n: one for n, one in tensors.items() if not n.startswith(_OUTPUT_PREFIXES)}
+        load_parameters(layer, file, tensors, checkpoint)
+        if config.raw_config.num_outputs != config.raw_config.vocab_size:
+            layer.column_V = logit_columns(file, d2t_U, t2d_V, config.raw_config).to(
+                checkpoint.device
+            )
         return cls(
-            network, layer.eval(), f"{cls.name} {digest(asked.draft_model_path / CONFIG, file)}"
+            network,
+            layer.eval(),
+            f"{cls.name} {files_digest(spec_config.draft_model_path / CONFIG, file)}",
         )
 
     def _embedded(self, batch: Batch) -> Tensor:
@@ -83,7 +89,7 @@ class EagleDrafter(MtpDrafter):
 
 class Eagle3Drafter(EagleDrafter):
     name = "eagle3"
-    kind = Eagle3Layer
+    layer_class = Eagle3Layer
 
 
 class EagleTreeDrafter(MtpTreeDrafter, EagleDrafter):
@@ -94,11 +100,13 @@ class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
     """EAGLE-3 with EAGLE-2's trees."""
 
 
-def columns(file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, said: Said) -> Tensor:
+def logit_columns(
+    file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, raw_config: RawEagleConfig
+) -> Tensor:
     """Where each token's logit stands among the head's U, or U. ``d2t`` are the tokens of outputs,
     less the outputs' own numbers. Raises ValueError for one that is not in the vocabulary."""
     num = 0 if d2t_U is None else len(d2t_U)
-    num_outputs, vocab_size = said.num_outputs, said.vocab_size
+    num_outputs, vocab_size = raw_config.num_outputs, raw_config.vocab_size
     if d2t_U is None or num != num_outputs:
         raise ValueError(
             f"{file}: d2t has {num} entries for draft_vocab_size = {num_outputs}; download it again"
@@ -115,7 +123,7 @@ def columns(file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, said: Said) 
     return torch.full((vocab_size,), num_outputs).index_copy(0, ids_U, torch.arange(num_outputs))
 
 
-def _named(name: str) -> str:
+def _author_name(name: str) -> str:
     """As EAGLE-3's authors say it."""
-    name = _LAYER.sub(lambda found: "midlayer." if found[2] else "", name)
+    name = _LAYER.sub(lambda find_file: "midlayer." if find_file[2] else "", name)
     return name.replace("fc.bias", "fc_bias")

@@ -9,16 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.core.json_file import read_json
 from tandem.model.checkpoint.config import USED_KEYS, ModelConfig
-from tandem.model.checkpoint.config_keys import QUANTIZATION, ROPE, refusals, settle
+from tandem.model.checkpoint.config_keys import QUANTIZATION, ROPE, find_unsupported, normalize_keys
 
 CONFIG = "config.json"
-_OF_LATENTS = (
+_LATENT_KEYS = (
     *("num_attention_heads", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim"),
     *("qk_rope_head_dim", "v_head_dim", "rope_interleave"),
 )
-_OF_ALL = "rms_norm_eps", "rope_theta", ROPE, "rope_parameters"
-_DEEPER = "transformer_layer_config", "eagle_config"
-_ONLY: dict[str, Any] = {
+_SHARED_KEYS = "rms_norm_eps", "rope_theta", ROPE, "rope_parameters"
+_NESTED_SECTIONS = "transformer_layer_config", "eagle_config"
+_ONLY_VALUES: dict[str, Any] = {
     "attention_bias": False,
     "fc_norm": False,
     "hidden_act": "silu",
@@ -44,7 +44,7 @@ _HARMLESS = (
 """Keys that change nothing in a head, beside those of checkpoints."""
 
 
-class Said(BaseModel):
+class RawEagleConfig(BaseModel):
     """Fields that config.json is read for, some only to refuse what is not implemented."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -84,14 +84,16 @@ class EagleConfig:
     """``model`` is the main model's config with the head's own norms, angles and latents. ``taps``
     are the layers of the main model whose input are its features; none: the last hidden states."""
 
-    said: Said
+    raw_config: RawEagleConfig
     model: ModelConfig
     taps: tuple[int, ...]
 
     @property
     def width(self) -> int:
         """Values of a cache entry."""
-        return 2 * self.said.num_kv_heads * self.said.head_width or self.model.latent_dim
+        return (
+            2 * self.raw_config.num_kv_heads * self.raw_config.head_width or self.model.latent_dim
+        )
 
 
 def read_config(
@@ -99,72 +101,76 @@ def read_config(
 ) -> EagleConfig:
     """Of the head in ``folder`` for the checkpoint ``main``; ``ignored`` is
     ``model.ignore_config_keys``. Raises ValueError with file, key, value and remedy."""
-    file, of_main = folder / CONFIG, read_json(main / CONFIG)
+    file, main_config = folder / CONFIG, read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(
             f"{file}: no such file; speculation.draft_model_path names the folder of a head"
         )
     raw = read_json(file)
-    for name in _DEEPER:
+    for name in _NESTED_SECTIONS:
         inner = raw.get(name) or {}
         if not isinstance(inner, dict):
             raise ValueError(f"{file}: {name} = {inner!r}: must be an object")
         raw = raw | inner
     raw = {name: value for name, value in raw.items() if value is not None}
-    for name, value in _ONLY.items():
+    for name, value in _ONLY_VALUES.items():
         if raw.get(name, value) != value:
             raise ValueError(
                 f"{file}: {name} = {raw[name]!r}: is not implemented; use a head with {value!r}"
             )
     try:
-        said = Said(**raw)
+        raw_config = RawEagleConfig(**raw)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
         raise ValueError(f"{file}: {name} = {raw.get(name)!r}: {first['msg']}") from None
-    _check(file, said, of_main)
-    if problems := list(refusals(settle(raw), _known() - set(ignored), ignored)):
+    _check(file, raw_config, main_config)
+    if problems := list(
+        find_unsupported(normalize_keys(raw), _known_keys() - set(ignored), ignored)
+    ):
         raise ValueError("\n".join(f"{file}: {problem}" for problem in problems))
-    is_grouped = said.num_kv_heads > 0
-    names = _OF_ALL if is_grouped else _OF_ALL + _OF_LATENTS
-    own: dict[str, Any] = {name: raw[name] for name in names if name in raw}
+    is_grouped = raw_config.num_kv_heads > 0
+    names = _SHARED_KEYS if is_grouped else _SHARED_KEYS + _LATENT_KEYS
+    head_keys: dict[str, Any] = {name: raw[name] for name in names if name in raw}
     if is_grouped:
-        own["qk_rope_head_dim"] = said.head_width
-    mine = settle(own).values
-    has_section = any(key.startswith(f"{ROPE}.") for key in mine)
+        head_keys["qk_rope_head_dim"] = raw_config.head_width
+    head_values = normalize_keys(head_keys).values
+    has_section = any(key.startswith(f"{ROPE}.") for key in head_values)
     dropped = "rope_" if is_grouped else f"{ROPE}." if has_section else "none of them"
     rest = {"rope_theta": 10000.0} | {
         key: value
-        for key, value in settle(of_main).values.items()
+        for key, value in normalize_keys(main_config).values.items()
         if key in USED_KEYS and dropped not in key
     }
-    rest = {key: value for key, value in rest.items() if key not in mine}
-    model = ModelConfig.from_dict(rest | own, origin=str(file), ignored=ignored)
+    rest = {key: value for key, value in rest.items() if key not in head_values}
+    model = ModelConfig.from_dict(rest | head_keys, origin=str(file), ignored=ignored)
     num_layers = model.num_hidden_layers
-    taps = said.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
+    taps = raw_config.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
     if has_taps and (len(taps) < 2 or not all(0 <= tap < num_layers for tap in taps)):
         raise ValueError(
             f"{file}: eagle_aux_hidden_state_layer_ids = {[*taps]}: name two or more of the "
             f"{num_layers} layers of the model, from 0 on, by what enters them"
         )
-    return EagleConfig(said, model, taps if has_taps else ())
+    return EagleConfig(raw_config, model, taps if has_taps else ())
 
 
-def _check(file: Path, said: Said, of_main: dict[str, Any]) -> None:
-    expected = of_main | {"target_hidden_size": of_main["hidden_size"]}
+def _check(file: Path, raw_config: RawEagleConfig, main_config: dict[str, Any]) -> None:
+    expected = main_config | {"target_hidden_size": main_config["hidden_size"]}
     for name in ("hidden_size", "vocab_size", "target_hidden_size"):
-        if getattr(said, name) not in (None, expected[name]):
+        if getattr(raw_config, name) not in (None, expected[name]):
             raise ValueError(
-                f"{file}: {name} = {getattr(said, name)}, the model's is {expected[name]}; use a "
-                "head that was trained for it"
+                f"{file}: {name} = {getattr(raw_config, name)}, the model's is {expected[name]}; "
+                "use a head that was trained for it"
             )
-    num, num_kv = said.num_attention_heads, said.num_key_value_heads
+    num, num_kv = raw_config.num_attention_heads, raw_config.num_key_value_heads
     if num_kv and num % num_kv:
         raise ValueError(f"{file}: num_key_value_heads = {num_kv}: has to divide {num} heads")
 
 
-def _known() -> set[str]:
+def _known_keys() -> set[str]:
     """Return the keys that a head's config.json may have: those that are read or harmless, and
     those of a checkpoint whose MLA and experts a head's tensors would have to have."""
     of_checkpoint = {key for key in USED_KEYS if not key.startswith(QUANTIZATION)}
-    return of_checkpoint.union(Said.model_fields, _DEEPER, _ONLY, _HARMLESS)
+    return of_checkpoint.union(
+        RawEagleConfig.model_fields, _NESTED_SECTIONS, _ONLY_VALUES, _HARMLESS
+    )

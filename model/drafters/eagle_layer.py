@@ -10,47 +10,49 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.model.drafters.eagle_config import EagleConfig
-from tandem.model.kernels.base import Angles, Attention, Kernels
+from tandem.model.kernels.base import AttentionMetadata, Kernels, RopeCosSin
 from tandem.model.network.batch import Batch
-from tandem.model.network.layers import GatedMLP, Linear, Part, RMSNorm
+from tandem.model.network.layers import GatedMLP, KernelModule, Linear, RMSNorm
 from tandem.model.network.mla import MLA
 
 
-class GroupedAttention(Part):
+class GroupedAttention(KernelModule):
     """Llama's. The cached entry of a token is [rotated keys, values] of G heads."""
 
     def __init__(self, config: EagleConfig, dim_in: int) -> None:
         super().__init__()
-        said, width = config.said, config.said.head_width
-        self._num_heads, self._scale = said.num_attention_heads, width**-0.5
-        num_q, num_kv = said.num_attention_heads * width, said.num_kv_heads * width
+        raw_config, width = config.raw_config, config.raw_config.head_width
+        self._num_heads, self._scale = raw_config.num_attention_heads, width**-0.5
+        num_q, num_kv = raw_config.num_attention_heads * width, raw_config.num_kv_heads * width
         self.q_proj = Linear(dim_in, num_q)
         self.k_proj, self.v_proj = Linear(dim_in, num_kv), Linear(dim_in, num_kv)
         self.o_proj = Linear(num_q, config.model.hidden_size)
 
-    def adopt(self, kernels: Kernels) -> None:
-        super().adopt(kernels)
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
+        super().process_weights_after_loading(kernels)
         weights = self.k_proj.weight.data, self.v_proj.weight.data
         self._num_kv, self._kv = 2 * self.k_proj.num_out, kernels.pack(torch.cat(weights))
         del self.k_proj, self.v_proj
 
-    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Attention output [X, D]; writes this pass's entries."""
-        self.write(x_XD, batch, cache, angles)
+        self.write_cache(x_XD, batch, cache, angles)
         q_XHK = self.q_proj(x_XD).unflatten(1, (self._num_heads, -1))
-        how = self._how(batch, cache, angles)
-        out_XHK = self.kernels.gqa_attend(q_XHK, how, batch.context_lens_BQ)
+        attn = self._attention(batch, cache, angles)
+        out_XHK = self.kernels.gqa_attend(q_XHK, attn, batch.context_lens_BQ)
         y_XD: Tensor = self.o_proj(out_XHK.flatten(1))
         return y_XD
 
-    def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+    def write_cache(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
         kv_XL = self.kernels.linear(x_XD, self._kv, self._num_kv)
-        how = self._how(batch, cache, angles)
-        self.kernels.gqa_entry(kv_XL, how, batch.write_slots_BQ.flatten())
+        attn = self._attention(batch, cache, angles)
+        self.kernels.write_gqa_cache(kv_XL, attn, batch.write_slots_BQ.flatten())
 
-    def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
+    def _attention(self, batch: Batch, cache: Tensor, angles: RopeCosSin) -> AttentionMetadata:
         cos, sin = angles
-        return Attention(cos, sin, False, cache, batch.page_table_BP, self._scale, batch.bits_BQ)
+        return AttentionMetadata(
+            cos, sin, False, cache, batch.page_table_BP, self._scale, batch.bits_BQ
+        )
 
 
 class MidLayer(nn.Module):
@@ -59,15 +61,15 @@ class MidLayer(nn.Module):
     def __init__(self, config: EagleConfig, dim_in: int, has_norms: bool) -> None:
         super().__init__()
         model, dim, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
-        is_grouped = config.said.num_kv_heads > 0
+        is_grouped = config.raw_config.num_kv_heads > 0
         self.self_attn = GroupedAttention(config, dim_in) if is_grouped else MLA(model, dim_in)
         self.post_attention_layernorm = RMSNorm(dim, eps)
-        self.mlp: nn.Module | None = GatedMLP(dim, config.said.intermediate_size)
+        self.mlp: nn.Module | None = GatedMLP(dim, config.raw_config.intermediate_size)
         if has_norms:
             self.input_layernorm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
 
     def forward(
-        self, x_XD: Tensor, before_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles
+        self, x_XD: Tensor, before_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin
     ) -> Tensor:
         """What attention makes of ``x`` and then MLP of the sum, added to what was before."""
         attended_XD = self.self_attn(x_XD, batch, cache, angles)
@@ -79,40 +81,42 @@ class MidLayer(nn.Module):
 
 class EagleLayer(nn.Module):
     """EAGLE-1: fc(embedding, feature), whose sum with attention and MLP is a feature again.
-    ``own`` are the tensors that its file has. A head of its own may know but some tokens:
+    ``tensor_names`` are the tensors that its file has. A head of its own may know but some tokens:
     ``column_V`` is where each one's logit stands, U for those that it does not know."""
 
-    num_entering, has_norms = 1, False
+    input_width_factor, has_norms = 1, False
     """How wide what attention reads is, in hidden sizes."""
 
-    def __init__(self, config: EagleConfig, own: set[str]) -> None:
+    def __init__(self, config: EagleConfig, tensor_names: set[str]) -> None:
         super().__init__()
         model, dim = config.model, config.model.hidden_size
         self.config = config
         self.fc = Linear((len(config.taps) or 2) * dim, dim)
-        self.fc_bias = nn.Parameter(torch.empty(dim)) if "fc_bias" in own else None
-        has_own = "embed_tokens.weight" in own
+        self.fc_bias = nn.Parameter(torch.empty(dim)) if "fc_bias" in tensor_names else None
+        has_own = "embed_tokens.weight" in tensor_names
         self.embed_tokens = nn.Embedding(model.vocab_size, dim) if has_own else None
-        self.midlayer = MidLayer(config, self.num_entering * dim, self.has_norms)
-        self.lm_head = Linear(dim, config.said.num_outputs) if "lm_head.weight" in own else None
+        self.midlayer = MidLayer(config, self.input_width_factor * dim, self.has_norms)
+        self.lm_head = (
+            Linear(dim, config.raw_config.num_outputs) if "lm_head.weight" in tensor_names else None
+        )
         self.column_V: Tensor | None = None
 
-    def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
+    def project_inputs(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
         """What goes through the layer: embedding first."""
         z_XD: Tensor = self.fc(torch.cat((embedding_XD, features_XF), -1))
         return z_XD if self.fc_bias is None else z_XD + self.fc_bias
 
-    def entering(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
+    def attention_inputs(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
         """What attention reads, and what it adds to."""
         return z_XD, z_XD
 
-    def write(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+    def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
         """Cache entries alone."""
-        self.midlayer.self_attn.write(self.entering(z_XD)[0], batch, cache, angles)
+        self.midlayer.self_attn.write_cache(self.attention_inputs(z_XD)[0], batch, cache, angles)
 
-    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """What predicts the next token, and stands for its feature [X, D]."""
-        hidden_XD: Tensor = self.midlayer(*self.entering(z_XD), batch, cache, angles)
+        hidden_XD: Tensor = self.midlayer(*self.attention_inputs(z_XD), batch, cache, angles)
         return hidden_XD
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
@@ -127,26 +131,29 @@ class Eagle3Layer(EagleLayer):
     """Features of several layers become one by fc, and only those; what it makes itself goes in as
     it is."""
 
-    num_entering, has_norms = 2, True
+    input_width_factor, has_norms = 2, True
 
-    def __init__(self, config: EagleConfig, own: set[str]) -> None:
-        super().__init__(config, own)
+    def __init__(self, config: EagleConfig, tensor_names: set[str]) -> None:
+        super().__init__(config, tensor_names)
         self.norm = RMSNorm(config.model.hidden_size, config.model.rms_norm_eps)
 
-    def combined(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
+    def project_inputs(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
         is_own = features_XF.shape[-1] == embedding_XD.shape[-1]
         return torch.cat((embedding_XD, features_XF if is_own else self.fc(features_XF)), -1)
 
-    def entering(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
+    def attention_inputs(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
         embedding_XD, hidden_XD = z_XD.chunk(2, -1)
         normed_XD = self.midlayer.hidden_norm(hidden_XD)
         x_XD = torch.cat((self.midlayer.input_layernorm(embedding_XD), normed_XD), -1)
-        return x_XD, normed_XD if self.config.said.norm_before_residual else hidden_XD.contiguous()
+        return (
+            x_XD,
+            normed_XD if self.config.raw_config.norm_before_residual else hidden_XD.contiguous(),
+        )
 
-    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         after_XD = super().predict(z_XD, batch, cache, angles)
-        return self.norm(after_XD) if self.config.said.norm_output else after_XD
+        return self.norm(after_XD) if self.config.raw_config.norm_output else after_XD
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
-        normed_XD = hidden_XD if self.config.said.norm_output else self.norm(hidden_XD)
+        normed_XD = hidden_XD if self.config.raw_config.norm_output else self.norm(hidden_XD)
         return super().logits(normed_XD, shared)

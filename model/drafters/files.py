@@ -12,7 +12,7 @@ from tandem.model.checkpoint.digest import file_digest
 from tandem.model.checkpoint.weights import Checkpoint
 
 
-def found(folder: Path, names: Sequence[str]) -> Path:
+def find_file(folder: Path, names: Sequence[str]) -> Path:
     """The first of these files that is there."""
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
@@ -22,7 +22,7 @@ def found(folder: Path, names: Sequence[str]) -> Path:
     return file
 
 
-def read(file: Path) -> dict[str, Tensor]:
+def read_tensors(file: Path) -> dict[str, Tensor]:
     """Weights alone: nothing in a file is run, whatever torch may advise."""
     try:
         if file.suffix != ".safetensors":
@@ -36,7 +36,7 @@ def read(file: Path) -> dict[str, Tensor]:
         raise ValueError(f"{file}: cannot be read ({kind}); download it again") from error
 
 
-def taken(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
+def pop_tensor(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
     """Out of ``tensors``, checked."""
     if name not in tensors:
         raise ValueError(f"{file}: tensor {name} is missing; download it again")
@@ -49,36 +49,38 @@ def taken(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Ten
     return tensor
 
 
-def digest(*files: Path) -> str:
+def files_digest(*files: Path) -> str:
     """The same of equal files alone."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:
-            found.update(hashlib.file_digest(opened, "sha256").digest())
-    return found.hexdigest()[:16]
+            hasher.update(hashlib.file_digest(opened, "sha256").digest())
+    return hasher.hexdigest()[:16]
 
 
 def folder_digest(folder: Path) -> str:
     """Return a digest of config.json and of all weights in a drafter's folder. Of safetensors files
     pages are sampled, as of a checkpoint's; others are read whole."""
     whole = [file for file in folder.glob("*") if file.suffix in (".bin", ".pt")]
-    digests = [digest(file) for file in (*folder.glob("config.json"), *whole)]
+    digests = [files_digest(file) for file in (*folder.glob("config.json"), *whole)]
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             digests.append(file_digest(opened))
     return hashlib.sha256(" ".join(sorted(digests)).encode()).hexdigest()[:16]
 
 
-def fill(module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+def load_parameters(
+    module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint
+) -> None:
     """All parameters of ``module``, from all ``tensors``. Raises ValueError naming file, tensor and
     remedy."""
-    own = {
+    parameters = {
         # Copied: a mapping of the file would change, or end this process, if the file does.
-        name: taken(file, tensors, name, *meta.shape).to(
+        name: pop_tensor(file, tensors, name, *meta.shape).to(
             checkpoint.device, checkpoint.dtype, copy=True
         )
         for name, meta in module.named_parameters()
     }
     if tensors:
         raise ValueError(f"{file}: unknown tensors, such as {', '.join(sorted(tensors)[:3])}")
-    module.load_state_dict(own, assign=True)
+    module.load_state_dict(parameters, assign=True)

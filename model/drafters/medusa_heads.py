@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.model.checkpoint.weights import Checkpoint
-from tandem.model.drafters.files import found, read, taken
+from tandem.model.drafters.files import find_file, pop_tensor, read_tensors
 from tandem.model.network.layers import Linear
 
 FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "model.safetensors"
@@ -22,11 +22,13 @@ _HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 class MedusaHead(nn.Module):
     """Residual blocks x + silu(W x + b), then a matrix of its own, or else the ``shared`` one."""
 
-    def __init__(self, blocks: list[tuple[Tensor, Tensor]], own: Tensor | None, shared: Linear):
+    def __init__(
+        self, blocks: list[tuple[Tensor, Tensor]], own_head: Tensor | None, shared: Linear
+    ):
         super().__init__()
-        self.blocks = nn.ModuleList(linear(weight) for weight, _ in blocks)
+        self.blocks = nn.ModuleList(loaded_linear(weight) for weight, _ in blocks)
         self._biases = [bias for _, bias in blocks]
-        self.head = None if own is None else linear(own)
+        self.head = None if own_head is None else loaded_linear(own_head)
         self._shared = (shared,)
 
     def forward(self, x_BD: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ class MedusaHead(nn.Module):
         return logits_BV
 
 
-def linear(weight: Tensor) -> Linear:
+def loaded_linear(weight: Tensor) -> Linear:
     """As if it had been loaded."""
     with torch.device("meta"):
         made = Linear(weight.shape[1], weight.shape[0])
@@ -52,13 +54,13 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
 
     Raises ValueError naming file, tensor and remedy where they are not there, or not of this model.
     """
-    file = found(folder, FILES)
-    tensors = {_named(name): tensor for name, tensor in read(file).items()}
+    file = find_file(folder, FILES)
+    tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
     size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
-    device = checkpoint.device if checkpoint.drafts else torch.device("meta")
+    device = checkpoint.device if checkpoint.may_draft else torch.device("meta")
 
     def take(name: str, *shape: int) -> Tensor:
-        return taken(file, tensors, name, *shape).to(device, checkpoint.dtype, copy=True)
+        return pop_tensor(file, tensors, name, *shape).to(device, checkpoint.dtype, copy=True)
 
     heads: list[MedusaHead] = []
     while any(name.startswith(f"{len(heads)}.") for name in tensors):
@@ -69,14 +71,14 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
             weight, bias = take(f"{prefix}.weight", size, size), take(f"{prefix}.bias", size)
             blocks.append((weight, bias))
         of_its_own = tensors.keys() & {f"{i}.{len(blocks)}.weight", f"{i}.weight"}
-        own = take(of_its_own.pop(), vocab, size) if of_its_own else None
-        heads.append(MedusaHead(blocks, own, shared))
+        own_head = take(of_its_own.pop(), vocab, size) if of_its_own else None
+        heads.append(MedusaHead(blocks, own_head, shared))
     if tensors or not heads:
         some = ", ".join(sorted(tensors)[:3]) or "nothing"
         raise ValueError(f"{file}: these are no Medusa heads: it has {some}")
     return heads
 
 
-def _named(name: str) -> str:
+def _author_name(name: str) -> str:
     """As the authors say it, if it is vLLM's name; but for heads, whose blocks are not counted."""
     return _HEAD.sub(r"\1.weight", _BLOCK.sub(r"\1.\2.linear.\3", name))

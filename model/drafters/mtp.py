@@ -13,18 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tandem.core.config import SpeculationConfig
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 from tandem.core.pages import DUMMY_PAGE
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.weights import Checkpoint, load_mtp
-from tandem.model.drafters.base import UNKNOWN, Drafter, Drafts, Emitted, View
-from tandem.model.drafters.mtp_rows import MtpRows, Pending, first_pass, later_slots
-from tandem.model.kernels.base import Angles, Kernels
+from tandem.model.drafters.base import UNKNOWN_TOKEN, DraftContext, Drafter, Drafts, Emitted
+from tandem.model.drafters.mtp_rows import MtpCatchUp, MtpRows, first_pass_batch, later_slots
+from tandem.model.kernels.base import Kernels, RopeCosSin
 from tandem.model.network.batch import Batch, physical_slots
 from tandem.model.network.cache import MTP, CacheGroup, Caches
 from tandem.model.network.deepseek import DecoderLayer, DeepseekV3
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import Linear, RMSNorm, adopt
+from tandem.model.network.layers import Linear, RMSNorm, process_weights_after_loading
 
 
 class MtpLayer(DecoderLayer):
@@ -38,18 +38,18 @@ class MtpLayer(DecoderLayer):
         # The layer's own final norm; the head beside it is the main model's.
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
-    def combined(self, embedding_XD: Tensor, hidden_XD: Tensor) -> Tensor:
+    def project_inputs(self, embedding_XD: Tensor, hidden_XD: Tensor) -> Tensor:
         """What goes through the layer (spec §5: embedding first, post-norm hidden)."""
         z_XD: Tensor = self.eh_proj(
             torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1)
         )
         return z_XD
 
-    def write(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> None:
+    def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
         """Cache entries alone: in one layer they depend on nothing but what goes in."""
-        self.self_attn.write(self.input_layernorm(z_XD), batch, cache, angles)
+        self.self_attn.write_cache(self.input_layernorm(z_XD), batch, cache, angles)
 
-    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Normed MTP hidden [X, D]."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, RMSNorm)
@@ -74,56 +74,65 @@ class MtpDrafter(Drafter):
         self._layer = layer
         self._rope = network.rope
         self.num_features = network.config.hidden_size
-        self.meets_ranks = network.dispatch.placement is not None
+        self.uses_collectives = network.dispatch.placement is not None
         self.cache_groups = (CacheGroup(MTP, 1, network.config.latent_dim, lag=1),)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
+    ) -> Self:
         """With the checkpoint's first MTP layer; see load_weights for what it raises."""
         with torch.device("meta"):
             layer = MtpLayer(checkpoint.config, network.dispatch)
-        load_mtp(layer, checkpoint, 0, is_whole=checkpoint.drafts)
+        load_mtp(layer, checkpoint, 0, is_whole=checkpoint.may_draft)
         return cls(network, layer.eval())
 
-    def adopt(self, kernels: Kernels) -> None:
-        adopt(self._layer, kernels)
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
+        process_weights_after_loading(self._layer, kernels)
 
-    def catch_up(self, most_depth: int) -> Pending:
-        return Pending(most_depth)
+    def catch_up(self, max_depth: int) -> MtpCatchUp:
+        return MtpCatchUp(max_depth)
 
-    def begin(
-        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    def init_state(
+        self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
-        width = Pending(most_depth).most
+        width = MtpCatchUp(max_depth).max_width
         tokens_1M = torch.zeros(1, width, dtype=torch.int64)
         tokens_1M[0, 0] = text[-1]
         return MtpRows(
             tokens_1M,
             F.pad(features_F[None, None], (0, 0, 0, width - 1)),
             num_pending_B=torch.tensor([1]),
-            first_B=torch.tensor([not is_known]),
+            is_first_unknown_B=torch.tensor([not has_features]),
         )
 
     def forward(
-        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: Angles | None = None
+        self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
         """One pass over tokens and the hidden states before them: normed hidden [X, D]."""
-        z_XD, angles = self._combined(batch, hidden_XD), angles or self._angles(batch)
+        z_XD, angles = self._project_inputs(batch, hidden_XD), angles or self._angles(batch)
         return self._layer.predict(z_XD, batch, caches[self.group][-1], angles)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
         leaves no trace: pass 1 writes it when that token is there."""
-        batch = shifted(ahead(batch), next_GK[:, 0])
-        z_XD = self._combined(known(batch), features_1TF[0])
-        self._layer.write(z_XD, batch, caches[self.group][0], self._angles(batch))
+        batch = shift_tokens(shift_positions(batch), next_GK[:, 0])
+        z_XD = self._project_inputs(replace_unknown(batch), features_1TF[0])
+        self._layer.write_cache(z_XD, batch, caches[self.group][0], self._angles(batch))
 
-    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        first_BD = self._first(own, view, level, amount, caches)
+    def draft(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        first_BD = self._first_pass(state, context, draft_shape, catch_up_width, caches)
         if first_BD is None:
-            return Drafts(own.tokens_BM[:, :0])
+            return Drafts(state.tokens_BM[:, :0])
         head_BD = first_BD
-        later = self._later(view, level.depth - 1, caches[self.group][0].shape[1])
+        later = self._later_passes(context, draft_shape.depth - 1, caches[self.group][0].shape[1])
 
         def logits(i: int, last_B1: Tensor) -> Tensor:
             nonlocal head_BD
@@ -133,48 +142,53 @@ class MtpDrafter(Drafter):
                 head_BD = self.forward(batch, head_BD, caches, angles)
             return self._logits(head_BD)
 
-        return view.chained(level.depth, logits)
+        return context.draft_chain(draft_shape.depth, logits)
 
-    def commit(self, own: MtpRows, emitted: Emitted, amount: int) -> MtpRows:
+    def commit(self, state: MtpRows, emitted: Emitted, catch_up_width: int) -> MtpRows:
         """What was emitted waits for the next pass 1; behind what waits already, if this step had
         none, which has no drafts then."""
-        if amount:
-            padding = own.tokens_BM.shape[1] - emitted.tokens_BE.shape[1]
+        if catch_up_width:
+            padding = state.tokens_BM.shape[1] - emitted.tokens_BE.shape[1]
             return MtpRows(
                 F.pad(emitted.tokens_BE, (0, padding)),
                 F.pad(emitted.features_BEF, (0, 0, 0, padding)),
                 emitted.num_B,
-                torch.zeros_like(own.first_B),
+                torch.zeros_like(state.is_first_unknown_B),
             )
-        at_B1 = own.num_pending_B.unsqueeze(1)
+        at_B1 = state.num_pending_B.unsqueeze(1)
         at_B1D = at_B1.unsqueeze(2).expand_as(emitted.features_BEF)
         return MtpRows(
-            own.tokens_BM.scatter(1, at_B1, emitted.tokens_BE),
-            own.hidden_BMD.scatter(1, at_B1D, emitted.features_BEF),
-            own.num_pending_B + 1,
-            own.first_B,
+            state.tokens_BM.scatter(1, at_B1, emitted.tokens_BE),
+            state.hidden_BMD.scatter(1, at_B1D, emitted.features_BEF),
+            state.num_pending_B + 1,
+            state.is_first_unknown_B,
         )
 
-    def _first(
-        self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches
+    def _first_pass(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
     ) -> Tensor | None:
         """Pass 1: the hidden state that predicts the first draft, None if there is to be none."""
-        if amount == 0:
+        if catch_up_width == 0:
             return None
         cache = caches[self.group][0]
-        batch = first_pass(own, view, amount, cache.shape[1])
-        z_XD = self._combined(batch, own.hidden_BMD[:, :amount].flatten(0, 1))
+        batch = first_pass_batch(state, context, catch_up_width, cache.shape[1])
+        z_XD = self._project_inputs(batch, state.hidden_BMD[:, :catch_up_width].flatten(0, 1))
         cos, sin = self._angles(batch)
-        self._layer.write(z_XD, batch, cache, (cos, sin))
-        if level.depth == 0:
+        self._layer.write_cache(z_XD, batch, cache, (cos, sin))
+        if draft_shape.depth == 0:
             return None
-        at_B = torch.arange(len(own.tokens_BM), device=z_XD.device) * amount
-        at_B = at_B + (own.num_pending_B - 1)
-        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
+        at_B = torch.arange(len(state.tokens_BM), device=z_XD.device) * catch_up_width
+        at_B = at_B + (state.num_pending_B - 1)
+        at_head = head_batch(context, batch, at_B), cache, (cos[at_B], sin[at_B])
         return self._layer.predict(z_XD[at_B], *at_head)
 
-    def _combined(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
-        return self._layer.combined(self._embedded(batch), hidden_XD)
+    def _project_inputs(self, batch: Batch, hidden_XD: Tensor) -> Tensor:
+        return self._layer.project_inputs(self._embedded(batch), hidden_XD)
 
     def _embedded(self, batch: Batch) -> Tensor:
         embedding_XD: Tensor = self._network.model.embed_tokens(batch.token_ids_BQ.flatten())
@@ -183,21 +197,23 @@ class MtpDrafter(Drafter):
     def _logits(self, hidden: Tensor) -> Tensor:
         return self._network.logits(hidden)
 
-    def _angles(self, batch: Batch) -> Angles:
+    def _angles(self, batch: Batch) -> RopeCosSin:
         return self._rope.at(batch.positions_BQ.flatten())
 
-    def _later(self, view: View, num_passes: int, page_size: int) -> list[tuple[Batch, Angles]]:
+    def _later_passes(
+        self, context: DraftContext, num_passes: int, page_size: int
+    ) -> list[tuple[Batch, RopeCosSin]]:
         """All passes after the first, but for their tokens: nothing else of them depends on what
         was drafted."""
         if num_passes == 0:
             return []
-        slots_NB = later_slots(view.num_known_B, num_passes, self.lag)
-        places_BN = physical_slots(view.page_table_BP, slots_NB.t(), None, page_size)
+        slots_NB = later_slots(context.num_known_B, num_passes, self.lag)
+        places_BN = physical_slots(context.page_table_BP, slots_NB.t(), None, page_size)
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         context_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._rope.at((context_NB1 if self.lag else slots_NB).flatten())
         angles = zip(cos.chunk(num_passes), sin.chunk(num_passes), strict=True)
-        real_B1, table_BP = view.real_B.unsqueeze(1), view.page_table_BP
+        real_B1, table_BP = context.real_B.unsqueeze(1), context.page_table_BP
         batches = (
             Batch(at, at if self.lag else at - 1, places, at, table_BP, real_BQ=real_B1)
             for at, places in zip(context_NB1, places_NB1, strict=True)
@@ -205,32 +221,32 @@ class MtpDrafter(Drafter):
         return [*zip(batches, angles, strict=True)]
 
 
-def head_batch(view: View, batch: Batch, at_B: Tensor) -> Batch:
+def head_batch(context: DraftContext, batch: Batch, at_B: Tensor) -> Batch:
     """The row at ``at_B`` of pass 1 for each sequence, that of its last known token."""
-    positions_B1 = (view.num_known_B - 1).unsqueeze(1)
+    positions_B1 = (context.num_known_B - 1).unsqueeze(1)
     places_B1 = batch.write_slots_BQ.flatten()[at_B].unsqueeze(1)
     own = positions_B1, positions_B1, places_B1, positions_B1
-    return Batch(*own, batch.page_table_BP, real_BQ=view.real_B.unsqueeze(1))
+    return Batch(*own, batch.page_table_BP, real_BQ=context.real_B.unsqueeze(1))
 
 
-def ahead(batch: Batch) -> Batch:
+def shift_positions(batch: Batch) -> Batch:
     """With the positions of the tokens after those of its rows."""
     return replace(batch, positions_BQ=batch.positions_BQ + 1)
 
 
-def known(batch: Batch) -> Batch:
-    """With some token in place of UNKNOWN."""
+def replace_unknown(batch: Batch) -> Batch:
+    """With some token in place of UNKNOWN_TOKEN."""
     return replace(batch, token_ids_BQ=batch.token_ids_BQ.clamp(min=0))
 
 
-def shifted(batch: Batch, next_G: Tensor) -> Batch:
+def shift_tokens(batch: Batch, next_G: Tensor) -> Batch:
     """A packed batch with each token replaced by the one after it in its own segment; rows where
-    that is UNKNOWN write nothing."""
+    that is UNKNOWN_TOKEN write nothing."""
     assert batch.segments is not None, "only prefill batches are shifted"
     last_G = batch.segments.ends_G - 1
     next_ids_1T = batch.token_ids_BQ.roll(-1, 1)
     next_ids_1T[0, last_G] = next_G
-    is_known_1T = next_ids_1T != UNKNOWN
+    is_known_1T = next_ids_1T != UNKNOWN_TOKEN
     return replace(
         batch,
         token_ids_BQ=next_ids_1T,

@@ -13,37 +13,37 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.model.drafters.base import View
+from tandem.model.drafters.base import DraftContext
 from tandem.model.network.batch import Batch, physical_slots
 
-MOST_PENDING = 16
+MAX_PENDING_TOKENS = 16
 """Tokens of a row that pass 1 can catch up with at once. Without drafts it runs every so many
 steps: the more can wait, the less each costs, and the longer is the one that catches up."""
 
 
 @dataclass(slots=True)
-class Pending:
+class MtpCatchUp:
     """A row is behind by the tokens that pass 1 has not read; a step catches up with as many as
-    pass 1 is wide. Without drafts it waits until no more can be pending (core/forms.py)."""
+    pass 1 is wide. Without drafts it waits until no more can be pending (core/execution.py)."""
 
-    most_depth: int
-    start: int = 1
+    max_depth: int
+    initial_backlog: int = 1
 
     @property
-    def most(self) -> int:
-        return max(self.most_depth + 1, MOST_PENDING)
+    def max_width(self) -> int:
+        return max(self.max_depth + 1, MAX_PENDING_TOKENS)
 
-    def amount(self, depth: int, behind: int) -> int:
-        if depth == 0 and behind < self.most:
+    def catch_up_width(self, depth: int, behind: int) -> int:
+        if depth == 0 and behind < self.max_width:
             return 0
-        widths = depth + 1, self.most_depth + 1, self.most
+        widths = depth + 1, self.max_depth + 1, self.max_width
         return next(width for width in widths if behind <= width)
 
-    def behind(self, before: int, depth: int, amount: int) -> int:
-        return depth + 1 + (0 if amount else before)
+    def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
+        return depth + 1 + (0 if catch_up_width else before)
 
-    def usual(self, depth: int) -> tuple[int, ...]:
-        return (depth + 1,) if depth else (0, self.most)
+    def common_widths(self, depth: int) -> tuple[int, ...]:
+        return (depth + 1,) if depth else (0, self.max_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,28 +59,30 @@ class MtpRows:
     tokens_BM: Tensor
     hidden_BMD: Tensor
     num_pending_B: Tensor
-    first_B: Tensor
+    is_first_unknown_B: Tensor
 
 
-def first_pass(own: MtpRows, view: View, width: int, page_size: int, lag: int = 1) -> Batch:
+def first_pass_batch(
+    state: MtpRows, context: DraftContext, width: int, page_size: int, lag: int = 1
+) -> Batch:
     """Pass 1: the pending tokens at slots L-lag-m .. L-lag-1, padded to ``width``. Their entries
     are written; of MTP the last one alone, the head row, attends (mtp.py: head_batch).
 
     The first one of ``first_B`` rows (its hidden state was not shipped) still reads the pulled
     entries but writes nothing: its own is right as the prefill rank wrote it.
     """
-    row_Q = torch.arange(width, device=view.num_known_B.device)
-    slots_BQ = (view.num_known_B - lag - own.num_pending_B).unsqueeze(1) + row_Q
+    row_Q = torch.arange(width, device=context.num_known_B.device)
+    slots_BQ = (context.num_known_B - lag - state.num_pending_B).unsqueeze(1) + row_Q
     context_BQ = slots_BQ + 1
-    real_BQ = row_Q < own.num_pending_B.unsqueeze(1)
-    keep_BQ = real_BQ & ~(own.first_B.unsqueeze(1) & (row_Q == 0))
+    real_BQ = row_Q < state.num_pending_B.unsqueeze(1)
+    keep_BQ = real_BQ & ~(state.is_first_unknown_B.unsqueeze(1) & (row_Q == 0))
     return Batch(
-        token_ids_BQ=own.tokens_BM[:, :width],
+        token_ids_BQ=state.tokens_BM[:, :width],
         positions_BQ=context_BQ if lag else slots_BQ,
-        write_slots_BQ=physical_slots(view.page_table_BP, slots_BQ, keep_BQ, page_size),
+        write_slots_BQ=physical_slots(context.page_table_BP, slots_BQ, keep_BQ, page_size),
         context_lens_BQ=context_BQ,
-        page_table_BP=view.page_table_BP,
-        real_BQ=real_BQ & view.real_B.unsqueeze(1),
+        page_table_BP=context.page_table_BP,
+        real_BQ=real_BQ & context.real_B.unsqueeze(1),
     )
 
 

@@ -11,13 +11,20 @@ from typing import Self
 import torch
 
 from tandem.core.config import SpeculationConfig
-from tandem.core.levels import MOST_NODES, Level, Levels, grown
+from tandem.core.draft_shapes import MAX_NODES, DraftShape, DraftShapes, dynamic_tree_shapes
 from tandem.model.checkpoint.weights import Checkpoint
-from tandem.model.drafters.base import Drafts, View
-from tandem.model.drafters.beams import Beam, Candidates, chosen, followed, narrowed, root
+from tandem.model.drafters.base import DraftContext, Drafts
+from tandem.model.drafters.beams import (
+    Beam,
+    Candidates,
+    expand_beam,
+    next_beam,
+    root_beam,
+    select_tree,
+)
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.drafters.mtp_rows import MtpRows
-from tandem.model.kernels.base import Angles
+from tandem.model.kernels.base import RopeCosSin
 from tandem.model.network.batch import Batch, physical_slots
 from tandem.model.network.cache import Caches
 from tandem.model.network.deepseek import DeepseekV3
@@ -31,38 +38,47 @@ class MtpTreeDrafter(MtpDrafter):
     _top_k: int
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
+    ) -> Self:
         """As a chain's; raises ValueError, too, where beams do not make such trees."""
-        drafter = super().load(checkpoint, network, asked)
-        assert asked.max_tree_nodes is not None, "or chains are drafted"
-        top_k, num_later = asked.top_k, asked.max_depth - 1
+        drafter = super().load(checkpoint, network, spec_config)
+        assert spec_config.max_tree_nodes is not None, "or chains are drafted"
+        top_k, num_later = spec_config.top_k, spec_config.max_depth - 1
         most = top_k + num_later * top_k**2
-        if asked.max_tree_nodes > most:
+        if spec_config.max_tree_nodes > most:
             raise ValueError(
-                f"speculation.max_tree_nodes={asked.max_tree_nodes}: {top_k} tokens after each of "
-                f"{top_k} nodes, {asked.max_depth} deep, are no more than {most}; raise "
-                "speculation.top_k or speculation.max_depth"
+                f"speculation.max_tree_nodes={spec_config.max_tree_nodes}: {top_k} tokens after "
+                f"each of {top_k} nodes, {spec_config.max_depth} deep, are no more than {most}; "
+                "raise speculation.top_k or speculation.max_depth"
             )
-        if top_k * num_later > MOST_NODES:
+        if top_k * num_later > MAX_NODES:
             raise ValueError(
-                f"speculation.top_k={top_k}: use at most {MOST_NODES // num_later} with "
-                f"speculation.max_depth={asked.max_depth}"
+                f"speculation.top_k={top_k}: use at most {MAX_NODES // num_later} with "
+                f"speculation.max_depth={spec_config.max_depth}"
             )
-        drafter._num_nodes, drafter._top_k = asked.max_tree_nodes, top_k
+        drafter._num_nodes, drafter._top_k = spec_config.max_tree_nodes, top_k
         return drafter
 
-    def levels(self, most_depth: int) -> Levels:
-        return grown(self._num_nodes, most_depth, self._top_k)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        return dynamic_tree_shapes(self._num_nodes, max_depth, self._top_k)
 
-    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        head_BD = self._first(own, view, level, amount, caches)
+    def draft(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        head_BD = self._first_pass(state, context, draft_shape, catch_up_width, caches)
         if head_BD is None:
-            return Drafts(own.tokens_BM[:, :0])
-        beam = root(head_BD)
-        found: list[Candidates] = []
-        for batch, angles in self._beams(view, level, caches):
-            found.append(self._followed(beam, view))
-            beam = narrowed(beam, found)
+            return Drafts(state.tokens_BM[:, :0])
+        beam = root_beam(head_BD)
+        candidates: list[Candidates] = []
+        for batch, angles in self._beam_passes(context, draft_shape, caches):
+            candidates.append(self._expand(beam, context))
+            beam = next_beam(beam, candidates)
             batch = replace(
                 batch,
                 token_ids_BQ=beam.drafts_BM[:, -self._top_k :],
@@ -71,26 +87,30 @@ class MtpTreeDrafter(MtpDrafter):
             )
             hidden_XD = self.forward(batch, beam.hidden_BKD.flatten(0, 1), caches, angles)
             beam = beam._replace(hidden_BKD=hidden_XD.view_as(beam.hidden_BKD))
-        return chosen([*found, self._followed(beam, view)], level.num_nodes)
+        return select_tree([*candidates, self._expand(beam, context)], draft_shape.num_nodes)
 
-    def _followed(self, beam: Beam, view: View) -> Candidates:
+    def _expand(self, beam: Beam, context: DraftContext) -> Candidates:
         logits_BKV = self._logits(beam.hidden_BKD)
-        return followed(beam, view.rank(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k))
+        return expand_beam(
+            beam, context.top_candidates(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k)
+        )
 
-    def _beams(self, view: View, level: Level, caches: Caches) -> Iterator[tuple[Batch, Angles]]:
+    def _beam_passes(
+        self, context: DraftContext, draft_shape: DraftShape, caches: Caches
+    ) -> Iterator[tuple[Batch, RopeCosSin]]:
         """All passes after the first, but for their tokens and paths."""
-        num_passes, known_B1 = level.depth - 1, view.num_known_B.unsqueeze(1)
+        num_passes, known_B1 = draft_shape.depth - 1, context.num_known_B.unsqueeze(1)
         if num_passes == 0:
             return
         index_M = torch.arange(num_passes * self._top_k, device=known_B1.device)
         positions_BM = known_B1 + index_M // self._top_k
         page_size = caches[self.group][0].shape[1]
         first_B1 = known_B1 - self.lag
-        places_BM = physical_slots(view.page_table_BP, first_B1 + index_M, None, page_size)
+        places_BM = physical_slots(context.page_table_BP, first_B1 + index_M, None, page_size)
         context_BK = first_B1.expand(-1, self._top_k)
-        real_BK = view.real_B.unsqueeze(1).expand_as(context_BK)
+        real_BK = context.real_B.unsqueeze(1).expand_as(context_BK)
         passes = positions_BM.chunk(num_passes, 1), places_BM.chunk(num_passes, 1)
         for at, places in zip(*passes, strict=True):
             angles = self._rope.at(at.flatten())
-            own = at, at, places.contiguous(), context_BK, view.page_table_BP
+            own = at, at, places.contiguous(), context_BK, context.page_table_BP
             yield Batch(*own, real_BQ=real_BK), angles

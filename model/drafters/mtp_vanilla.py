@@ -15,20 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tandem.core.config import SpeculationConfig
-from tandem.core.levels import Level
-from tandem.model.checkpoint.weights import Checkpoint, load_mtp, num_mtp
-from tandem.model.drafters.base import Drafts, Emitted, View
-from tandem.model.drafters.mtp import MtpDrafter, MtpLayer, ahead, head_batch, known, shifted
+from tandem.core.draft_shapes import DraftShape
+from tandem.model.checkpoint.weights import Checkpoint, load_mtp, num_mtp_layers
+from tandem.model.drafters.base import DraftContext, Drafts, Emitted
+from tandem.model.drafters.mtp import (
+    MtpDrafter,
+    MtpLayer,
+    head_batch,
+    replace_unknown,
+    shift_positions,
+    shift_tokens,
+)
 from tandem.model.drafters.mtp_rows import MtpRows
 from tandem.model.kernels.base import Kernels
 from tandem.model.network.batch import Batch, physical_slots
 from tandem.model.network.cache import MTP, CacheGroup, Caches
 from tandem.model.network.deepseek import DeepseekV3
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 
 
 @dataclass(slots=True)
-class Window:
+class PassWindow:
     """The rows of pass 1: slots L-1-H-m .. L-2 for m pending tokens, padded. ``num_real_B``, H + m,
     are rows of the text, the last one the head row. ``tokens_BT`` are those of module 1, and behind
     them all drafts so far; ``hidden_XD`` is what the module before made of the rows."""
@@ -37,39 +44,43 @@ class Window:
     hidden_XD: Tensor
     slots_BW: Tensor
     num_real_B: Tensor
-    first_B: Tensor
+    is_first_unknown_B: Tensor
     num_drafts: int = 0
 
     @classmethod
-    def of(cls, own: MtpRows, view: View, num_history: int, amount: int) -> Self:
-        num_real_B, width = own.num_pending_B + num_history, num_history + amount
+    def of(
+        cls, state: MtpRows, context: DraftContext, num_history: int, catch_up_width: int
+    ) -> Self:
+        num_real_B, width = state.num_pending_B + num_history, num_history + catch_up_width
         row_W = torch.arange(width, device=num_real_B.device)
-        slots_BW = (view.num_known_B - 1 - num_real_B).unsqueeze(1) + row_W
-        tokens_BT = F.pad(own.tokens_BM[:, :width], (0, num_history))
-        hidden_XD = own.hidden_BMD[:, :width].flatten(0, 1)
-        return cls(tokens_BT, hidden_XD, slots_BW, num_real_B, own.first_B)
+        slots_BW = (context.num_known_B - 1 - num_real_B).unsqueeze(1) + row_W
+        tokens_BT = F.pad(state.tokens_BM[:, :width], (0, num_history))
+        hidden_XD = state.hidden_BMD[:, :width].flatten(0, 1)
+        return cls(tokens_BT, hidden_XD, slots_BW, num_real_B, state.is_first_unknown_B)
 
-    def drafted(self, token_B1: Tensor) -> None:
+    def append_draft(self, token_B1: Tensor) -> None:
         at_B1 = self.num_real_B.unsqueeze(1) + self.num_drafts
         self.tokens_BT = self.tokens_BT.scatter(1, at_B1, token_B1)
         self.num_drafts += 1
 
-    def batch(self, number: int, view: View, page_size: int) -> Batch:
+    def batch(self, number: int, context: DraftContext, page_size: int) -> Batch:
         """Of module ``number``, from 0 on. Written are rows whose token it has not had before; what
         it has had as a draft it meets again as a token."""
         row_W = torch.arange(self.slots_BW.shape[1], device=self.slots_BW.device)
         num_known_B1 = (self.num_real_B + min(number, self.num_drafts) - number).unsqueeze(1)
-        real_BW = (row_W < num_known_B1) & (self.slots_BW >= 0) & view.real_B.unsqueeze(1)
+        real_BW = (row_W < num_known_B1) & (self.slots_BW >= 0) & context.real_B.unsqueeze(1)
         num_history = self.tokens_BT.shape[1] - len(row_W)
-        keep_BW = real_BW & (row_W >= (num_history - number + self.first_B.long()).unsqueeze(1))
+        keep_BW = real_BW & (
+            row_W >= (num_history - number + self.is_first_unknown_B.long()).unsqueeze(1)
+        )
         # A row before the text begins is nobody's, but sees something.
         context_BW = (self.slots_BW + 1).clamp(min=1)
         return Batch(
             self.tokens_BT[:, number : number + len(row_W)],
             context_BW,
-            physical_slots(view.page_table_BP, self.slots_BW, keep_BW, page_size),
+            physical_slots(context.page_table_BP, self.slots_BW, keep_BW, page_size),
             context_BW,
-            view.page_table_BP,
+            context.page_table_BP,
             real_BQ=real_BW,
         )
 
@@ -85,108 +96,125 @@ class VanillaDrafter(MtpDrafter):
     def __init__(self, network: DeepseekV3, layers: Sequence[MtpLayer]) -> None:
         super().__init__(network, layers[-1])
         self._layers = layers
-        self.num_last = num = len(layers)
+        self.num_feature_tokens = num = len(layers)
         self._num_history = num - 1
         self.cache_groups = (CacheGroup(MTP, num, network.config.latent_dim, lag=num),)
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, network: DeepseekV3, asked: SpeculationConfig) -> Self:
+    def load(
+        cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
+    ) -> Self:
         """With as many modules as drafts are asked for, or all; see load_weights for what it
         raises. Nobody reads what the last one makes of a prompt."""
-        num = min(num_mtp(checkpoint.files, checkpoint.config), asked.max_depth)
+        num = min(num_mtp_layers(checkpoint.files, checkpoint.config), spec_config.max_depth)
         with torch.device("meta"):
             layers = [MtpLayer(checkpoint.config, network.dispatch, i) for i in range(num)]
         for i, layer in enumerate(layers):
-            load_mtp(layer, checkpoint, i, is_whole=checkpoint.drafts or i < num - 1)
+            load_mtp(layer, checkpoint, i, is_whole=checkpoint.may_draft or i < num - 1)
         return cls(network, [layer.eval() for layer in layers])
 
-    def adopt(self, kernels: Kernels) -> None:
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
         for layer in self._layers:
-            adopt(layer, kernels)
+            process_weights_after_loading(layer, kernels)
 
-    def begin(
-        self, text: Sequence[int], features_F: Tensor, is_known: bool, most_depth: int
+    def init_state(
+        self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
         """Of the first pending token prefill has written all entries, known or not, in pages that
         others may share."""
-        hidden_1KD = features_F.view(1, self.num_last, -1)
-        rows = super().begin(text, hidden_1KD[0, -1], False, most_depth)
-        tokens = [0] * self.num_last + list(text[:-1])
+        hidden_1KD = features_F.view(1, self.num_feature_tokens, -1)
+        rows = super().init_state(text, hidden_1KD[0, -1], False, max_depth)
+        tokens = [0] * self.num_feature_tokens + list(text[:-1])
         tokens_1H = torch.tensor([tokens[-self._num_history :]])
-        return behind(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
+        return prepend_history(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Row i of module k pairs what module k - 1 made of it with token i + k."""
-        batch, hidden_TD = ahead(batch), features_1TF[0]
+        batch, hidden_TD = shift_positions(batch), features_1TF[0]
         angles = self._angles(batch)
         for i, (layer, cache) in enumerate(zip(self._layers, caches[MTP], strict=True)):
-            batch = shifted(batch, next_GK[:, i])
-            z_TD = layer.combined(self._embedded(known(batch)), hidden_TD)
+            batch = shift_tokens(batch, next_GK[:, i])
+            z_TD = layer.project_inputs(self._embedded(replace_unknown(batch)), hidden_TD)
             if i < self._num_history:
                 hidden_TD = layer.predict(z_TD, batch, cache, angles)
             else:
-                layer.write(z_TD, batch, cache, angles)
+                layer.write_cache(z_TD, batch, cache, angles)
 
-    def draft(self, own: MtpRows, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
+    def draft(
+        self,
+        state: MtpRows,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
         """Modules that are to give no draft write what follows from the text."""
-        if amount == 0:
-            return Drafts(own.tokens_BM[:, :0])
+        if catch_up_width == 0:
+            return Drafts(state.tokens_BM[:, :0])
         num, page_size = len(self._layers), caches[MTP][0].shape[1]
-        window = Window.of(own, view, self._num_history, amount)
-        later = self._later(view, max(0, level.depth - num), page_size)
-        head_BD = own.hidden_BMD[:, 0]
+        window = PassWindow.of(state, context, self._num_history, catch_up_width)
+        later = self._later_passes(context, max(0, draft_shape.depth - num), page_size)
+        head_BD = state.hidden_BMD[:, 0]
 
         def logits(i: int, last_B1: Tensor) -> Tensor:
             nonlocal head_BD
             if 0 < i < num:
-                window.drafted(last_B1)
+                window.append_draft(last_B1)
             if i < num:
-                head_BD = self._module(i, window, view, caches, has_draft=True)
+                head_BD = self._run_module(i, window, context, caches, has_draft=True)
             else:
                 batch, angles = later[i - num]
                 batch = replace(batch, token_ids_BQ=last_B1)
                 head_BD = self.forward(batch, head_BD, caches, angles)
             return self._network.logits(head_BD)
 
-        drafts = view.chained(level.depth, logits)
-        for i in range(level.depth, num):
-            self._module(i, window, view, caches, has_draft=False)
+        drafts = context.draft_chain(draft_shape.depth, logits)
+        for i in range(draft_shape.depth, num):
+            self._run_module(i, window, context, caches, has_draft=False)
         return drafts
 
-    def commit(self, own: MtpRows, emitted: Emitted, amount: int) -> MtpRows:
+    def commit(self, state: MtpRows, emitted: Emitted, catch_up_width: int) -> MtpRows:
         num = self._num_history
-        if amount == 0:
-            all_B = own.num_pending_B + num
-            after = super().commit(replace(own, num_pending_B=all_B), emitted, 0)
-            return replace(after, num_pending_B=own.num_pending_B + 1)
-        after = super().commit(own, emitted, amount)
-        row_H = torch.arange(num, device=own.num_pending_B.device)
-        at_BH = own.num_pending_B.unsqueeze(1) + row_H
-        at_BHD = at_BH.unsqueeze(2).expand(-1, -1, own.hidden_BMD.shape[2])
-        history = own.tokens_BM.gather(1, at_BH), own.hidden_BMD.gather(1, at_BHD)
-        return behind(*history, after, own.tokens_BM.shape[1] - num)
+        if catch_up_width == 0:
+            all_B = state.num_pending_B + num
+            after = super().commit(replace(state, num_pending_B=all_B), emitted, 0)
+            return replace(after, num_pending_B=state.num_pending_B + 1)
+        after = super().commit(state, emitted, catch_up_width)
+        row_H = torch.arange(num, device=state.num_pending_B.device)
+        at_BH = state.num_pending_B.unsqueeze(1) + row_H
+        at_BHD = at_BH.unsqueeze(2).expand(-1, -1, state.hidden_BMD.shape[2])
+        history = state.tokens_BM.gather(1, at_BH), state.hidden_BMD.gather(1, at_BHD)
+        return prepend_history(*history, after, state.tokens_BM.shape[1] - num)
 
-    def _module(
-        self, number: int, window: Window, view: View, caches: Caches, *, has_draft: bool
+    def _run_module(
+        self,
+        number: int,
+        window: PassWindow,
+        context: DraftContext,
+        caches: Caches,
+        *,
+        has_draft: bool,
     ) -> Tensor:
         """Its entries; and the head row's output, if that is to give a draft."""
         layer, cache = self._layers[number], caches[MTP][number]
-        batch = window.batch(number, view, cache.shape[1])
+        batch = window.batch(number, context, cache.shape[1])
         cos, sin = angles = self._angles(batch)
-        z_XD = layer.combined(self._embedded(batch), window.hidden_XD)
-        row_B = torch.arange(len(view.real_B), device=z_XD.device)
+        z_XD = layer.project_inputs(self._embedded(batch), window.hidden_XD)
+        row_B = torch.arange(len(context.real_B), device=z_XD.device)
         at_B = row_B * window.slots_BW.shape[1] + window.num_real_B - 1
         if number < self._num_history:
             window.hidden_XD = layer.predict(z_XD, batch, cache, angles)
             return window.hidden_XD[at_B]
-        layer.write(z_XD, batch, cache, angles)
+        layer.write_cache(z_XD, batch, cache, angles)
         if not has_draft:
             return z_XD[at_B]
-        at_head = head_batch(view, batch, at_B), cache, (cos[at_B], sin[at_B])
+        at_head = head_batch(context, batch, at_B), cache, (cos[at_B], sin[at_B])
         return layer.predict(z_XD[at_B], *at_head)
 
 
-def behind(tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int) -> MtpRows:
+def prepend_history(
+    tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int
+) -> MtpRows:
     """``rows``, of which so many tokens may be pending, with this history before them."""
     return replace(
         rows,

@@ -1,16 +1,23 @@
 """No drafts: plain decoding, and checkpoints without an MTP layer."""
 
-from tandem.core.levels import Level, Levels, chains
-from tandem.model.drafters.base import Drafter, Drafts, View
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
+from tandem.model.drafters.base import DraftContext, Drafter, Drafts
 from tandem.model.network.cache import Caches
 
 
 class NoDrafter(Drafter):
     name = "none"
 
-    def levels(self, most_depth: int) -> Levels:
-        return chains(0)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        return chain_shapes(0)
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        assert level.num_nodes == 0, f"no drafter can give {level.num_nodes} drafts"
-        return Drafts(view.last_B1[:, :0])
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        assert draft_shape.num_nodes == 0, f"no drafter can give {draft_shape.num_nodes} drafts"
+        return Drafts(context.last_B1[:, :0])

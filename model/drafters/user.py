@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tandem.core.config import SpeculationConfig
-from tandem.core.levels import Level, Levels, chains, grown
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes, dynamic_tree_shapes
 from tandem.model.checkpoint.weights import Checkpoint
-from tandem.model.drafters.base import Drafts, View
-from tandem.model.drafters.texts import ReadsTexts
+from tandem.model.drafters.base import DraftContext, Drafts
+from tandem.model.drafters.text_drafter import TextDrafter
 from tandem.model.network.cache import Caches
 from tandem.model.network.deepseek import DeepseekV3
 
 log = logging.getLogger(__name__)
-MOST_FAILURES = 3
+MAX_FAILURES_IN_ROW = 3
 """Steps in a row with a failure, after which it is not called again."""
-Found = tuple[list[int], list[int]]
+TokensAndParents = tuple[list[int], list[int]]
 """Tokens, and the node that each comes after."""
 
 
@@ -34,134 +34,164 @@ class UserClass(Protocol):
         (ids, parents), where parent 0 is the end of the text and k the k-th draft."""
 
 
-class UserDrafter(ReadsTexts):
-    """Each of its rows' texts is given to ``theirs.draft``. A row for which that raises or gives
-    what are no drafts goes without; so do all from whom the thread is not back within
-    ``bound_s``. What ends later is dropped, and until then it is not called again."""
+class UserDrafter(TextDrafter):
+    """Each of its rows' texts is given to ``user_drafter.draft``. A row for which that raises or
+    gives what are no drafts goes without; so do all from whom the thread is not back within
+    ``timeout_s``. What ends later is dropped, and until then it is not called again."""
 
-    is_fed = True
+    runs_on_host = True
 
     def __init__(
-        self, theirs: UserClass, num_nodes: int | None, vocab_size: int, bound_s: float
+        self, user_drafter: UserClass, num_nodes: int | None, vocab_size: int, timeout_s: float
     ) -> None:
-        self.name, self._theirs, self._num_nodes = type(theirs).__name__, theirs, num_nodes
-        self._vocab_size, self._bound_s = vocab_size, bound_s
+        self.name, self._user_drafter, self._num_nodes = (
+            type(user_drafter).__name__,
+            user_drafter,
+            num_nodes,
+        )
+        self._vocab_size, self._timeout_s = vocab_size, timeout_s
         self._texts: dict[int, list[int]] = {}
         self._thread: Thread | None = None
-        self.num_failures = self._num_in_row = 0
+        self.num_failures = self._num_failures_in_row = 0
         self._last_error = ""
 
     @classmethod
-    def made_of(
+    def create(
         cls,
-        theirs: Callable[[], UserClass],
+        user_class: Callable[[], UserClass],
         checkpoint: Checkpoint,
         network: DeepseekV3,
-        asked: SpeculationConfig,
+        spec_config: SpeculationConfig,
     ) -> "UserDrafter":
         """Raises ValueError if their class cannot be made."""
         try:
-            made = theirs()
+            user_drafter = user_class()
         except Exception as error:
             raise ValueError(
-                f"speculation.drafter={asked.drafter!r} cannot be made without arguments: {error!r}"
+                f"speculation.drafter={spec_config.drafter!r} cannot be made without arguments: "
+                f"{error!r}"
             ) from error
         return cls(
-            made, asked.max_tree_nodes, checkpoint.config.vocab_size, asked.drafter_timeout_s
+            user_drafter,
+            spec_config.max_tree_nodes,
+            checkpoint.config.vocab_size,
+            spec_config.drafter_timeout_s,
         )
 
-    def levels(self, most_depth: int) -> Levels:
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
         num_nodes = self._num_nodes
-        return chains(most_depth) if num_nodes is None else grown(num_nodes, most_depth)
+        return (
+            chain_shapes(max_depth)
+            if num_nodes is None
+            else dynamic_tree_shapes(num_nodes, max_depth)
+        )
 
     @property
-    def trouble(self) -> str:
+    def status_note(self) -> str:
         if not self.num_failures:
             return ""
-        is_off = ", it is off" if self._num_in_row >= MOST_FAILURES else ""
+        is_off = ", it is off" if self._num_failures_in_row >= MAX_FAILURES_IN_ROW else ""
         return f"{self.name} failed {self.num_failures} times{is_off}: {self._last_error}"
 
-    def enter(self, memory: Tensor, row: int, token_ids: Sequence[int]) -> None:
-        super().enter(memory, row, token_ids)
+    def register_row(self, table: Tensor, row: int, token_ids: Sequence[int]) -> None:
+        super().register_row(table, row, token_ids)
         self._texts[row] = list(token_ids)
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        found = self._found(self._real_texts(view), level)
-        tokens_BN = torch.zeros(len(view.real_B), level.num_nodes, dtype=torch.int64)
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        found = self._draft_with_timeout(self._real_texts(context), draft_shape)
+        tokens_BN = torch.zeros(len(context.real_B), draft_shape.num_nodes, dtype=torch.int64)
         parents_BN, num_B = tokens_BN.clone(), tokens_BN.new_zeros(len(tokens_BN))
         for b, (tokens, parents) in found.items():
             num_B[b] = num = len(tokens)
             tokens_BN[b, :num], parents_BN[b, :num] = torch.tensor([tokens, parents]).long()
-        return Drafts(tokens_BN, num_B, parents_BN=None if level.is_chain else parents_BN)
+        return Drafts(tokens_BN, num_B, parents_BN=None if draft_shape.is_chain else parents_BN)
 
-    def _real_texts(self, view: View) -> dict[int, list[int]]:
+    def _real_texts(self, context: DraftContext) -> dict[int, list[int]]:
         """By place in the batch."""
-        known = zip(view.rows_B.tolist(), view.num_known_B.tolist(), strict=True)
+        known = zip(context.rows_B.tolist(), context.num_known_B.tolist(), strict=True)
         texts = {}
         for b, (row, num_known) in enumerate(known):
-            if row in self._texts and bool(view.real_B[b]):
+            if row in self._texts and bool(context.real_B[b]):
                 text = self._texts[row]
-                text += view.memory[row, len(text) : num_known].tolist()
+                text += context.table[row, len(text) : num_known].tolist()
                 texts[b] = text
         return texts
 
-    def _found(self, texts: dict[int, list[int]], level: Level) -> dict[int, Found]:
-        if not texts or not level.num_nodes or self._num_in_row >= MOST_FAILURES:
+    def _draft_with_timeout(
+        self, texts: dict[int, list[int]], draft_shape: DraftShape
+    ) -> dict[int, TokensAndParents]:
+        if (
+            not texts
+            or not draft_shape.num_nodes
+            or self._num_failures_in_row >= MAX_FAILURES_IN_ROW
+        ):
             return {}
-        found: list[Found] = []
+        found: list[TokensAndParents] = []
         errors: list[BaseException] = []
         is_late = self._thread is not None and self._thread.is_alive()
         if not is_late:
-            told = [[*one] for one in texts.values()], level, found, errors
+            told = [[*one] for one in texts.values()], draft_shape, found, errors
             # Nobody waits for its end: a process can end while it hangs.
-            self._thread = Thread(target=self._of_all, args=told, daemon=True)
+            self._thread = Thread(target=self._draft_all, args=told, daemon=True)
             self._thread.start()
-            self._thread.join(self._bound_s)
+            self._thread.join(self._timeout_s)
             is_late = self._thread.is_alive()
         if is_late:
-            self._fail(TimeoutError(f"it has not come back within {self._bound_s} s"))
+            self._record_failure(TimeoutError(f"it has not come back within {self._timeout_s} s"))
             return {}
         if errors:
-            self._fail(errors[0], len(errors))
+            self._record_failure(errors[0], len(errors))
         else:
-            self._num_in_row = 0
+            self._num_failures_in_row = 0
         return dict(zip(texts, found, strict=True))
 
-    def _of_all(
-        self, texts: list[list[int]], level: Level, found: list[Found], errors: list[BaseException]
+    def _draft_all(
+        self,
+        texts: list[list[int]],
+        draft_shape: DraftShape,
+        found: list[TokensAndParents],
+        errors: list[BaseException],
     ) -> None:
         """On the thread; what it appends to is looked at once that has ended."""
         for text in texts:
             try:
-                given = self._theirs.draft(text, level.num_nodes)
-                found.append(checked(given, level, self._vocab_size))
+                drafts = self._user_drafter.draft(text, draft_shape.num_nodes)
+                found.append(check_drafts(drafts, draft_shape, self._vocab_size))
             except BaseException as error:  # whatever it is: the thread is theirs
                 errors.append(error)
                 found.append(([], []))
 
-    def _fail(self, error: BaseException, num: int = 1) -> None:
+    def _record_failure(self, error: BaseException, num: int = 1) -> None:
         self.num_failures, self._last_error = self.num_failures + num, repr(error)
-        self._num_in_row += 1
-        if self._num_in_row == MOST_FAILURES:
-            log.error("%s", self.trouble)
+        self._num_failures_in_row += 1
+        if self._num_failures_in_row == MAX_FAILURES_IN_ROW:
+            log.error("%s", self.status_note)
 
 
-def checked(given: Any, level: Level, vocab_size: int) -> Found:
+def check_drafts(drafts: Any, draft_shape: DraftShape, vocab_size: int) -> TokensAndParents:
     """Raises ValueError saying what is no draft."""
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"drafts: {type(given)}; use a list of token ids, or (ids, parents)")
-    tokens, parents = given if isinstance(given, tuple) else (given, range(len(given)))
+    if not isinstance(drafts, list | tuple):
+        raise ValueError(f"drafts: {type(drafts)}; use a list of token ids, or (ids, parents)")
+    tokens, parents = drafts if isinstance(drafts, tuple) else (drafts, range(len(drafts)))
     tokens, parents = list(tokens), list(parents)
     if not all(type(one) is int for one in (*tokens, *parents)):
         raise ValueError("drafts: they have to be ints")
-    if len(tokens) > level.num_nodes or len(parents) != len(tokens):
+    if len(tokens) > draft_shape.num_nodes or len(parents) != len(tokens):
         raise ValueError(
-            f"drafts: {len(tokens)} tokens, {len(parents)} parents; use at most {level.num_nodes}"
+            f"drafts: {len(tokens)} tokens, {len(parents)} parents; use at most "
+            f"{draft_shape.num_nodes}"
         )
     if wrong := [one for one in tokens if not 0 <= one < vocab_size]:
         raise ValueError(f"drafts: {wrong[0]} is no token id; use 0 to {vocab_size - 1}")
     if wrong := [one for i, one in enumerate(parents) if not 0 <= one <= i]:
         raise ValueError(f"parents: {wrong[0]} is no earlier node")
-    if level.is_chain and parents != list(range(len(parents))):
+    if draft_shape.is_chain and parents != list(range(len(parents))):
         raise ValueError("parents: a tree where chains are drafted; set speculation.max_tree_nodes")
     return tokens, parents

@@ -8,7 +8,7 @@ import torch
 
 from tandem.core.config import AUTO
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.kernels.base import PLAIN, Kernels
+from tandem.model.kernels.base import TORCH_KERNELS, Kernels
 
 log = logging.getLogger(__name__)
 HOPPER = 9
@@ -23,12 +23,12 @@ def create_kernels(
 
     Raises ValueError if others are asked for by name and cannot be had.
     """
-    if name == PLAIN.name:
-        return PLAIN
+    if name == TORCH_KERNELS.name:
+        return TORCH_KERNELS
     on_gpu = device.type != "cpu"
-    makers = {"triton": _triton, "vendor": _libraries} if on_gpu else {"native": _native}
-    own = next(iter(makers)) if name == AUTO else name
-    if own not in makers:
+    makers = {"triton": _triton, "vendor": _vendor} if on_gpu else {"native": _native}
+    chosen = next(iter(makers)) if name == AUTO else name
+    if chosen not in makers:
         known = " or ".join([AUTO, *makers])
         raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use {known}")
     if on_gpu and not (os.environ.get("CC") or which("gcc") or which("clang")):
@@ -37,52 +37,54 @@ def create_kernels(
             "compiler: install gcc and the headers of the C library, or use torch"
         )
     try:
-        return makers[own](config, device, quantises)
+        return makers[chosen](config, device, quantises)
     except (OSError, ValueError, ImportError) as error:
         if name != AUTO:
             raise ValueError(
                 f"model.kernels: {name!r} cannot be had: {error}; use auto or torch"
             ) from error
         plain = Kernels()
-        plain.why_plain = f"without {own} kernels: {error}"
-        log.warning("steps are slower than they could be, %s", plain.why_plain)
+        plain.fallback_reason = f"without {chosen} kernels: {error}"
+        log.warning("steps are slower than they could be, %s", plain.fallback_reason)
         return plain
 
 
-def check_widths(config: ModelConfig, lanes: int) -> None:
+def check_widths(config: ModelConfig, dim_multiple: int) -> None:
     """Raises ValueError for a model that kernels with these lanes do not compute."""
     widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
-    if any(width % lanes for width in widths):
-        raise ValueError(f"they need heads and latents of a multiple of {lanes} values")
+    if any(width % dim_multiple for width in widths):
+        raise ValueError(f"they need heads and latents of a multiple of {dim_multiple} values")
 
 
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from tandem.model.kernels.native import LANES, Native
+    from tandem.model.kernels.native import LANES, NativeKernels
 
     check_widths(config, LANES)
-    from tandem.model.kernels.build import built
+    from tandem.model.kernels.build import build_library
 
-    return Native(built())
+    return NativeKernels(build_library())
 
 
 def _triton(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from tandem.model.kernels.gpu.kernels import Triton
+    from tandem.model.kernels.gpu.kernels import TritonKernels
 
-    return Triton(*_for_gpu(config, device, quantises))
-
-
-def _libraries(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
-    from tandem.model.kernels.gpu import flashmla, libraries
-
-    return libraries.Libraries(flashmla.operator(), *_for_gpu(config, device, quantises))
+    return TritonKernels(*_gpu_arguments(config, device, quantises))
 
 
-def _for_gpu(config: ModelConfig, device: torch.device, quantises: bool) -> tuple[int, bool, bool]:
-    by_powers = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
+def _vendor(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
+    from tandem.model.kernels.gpu import flashmla, vendor
+
+    return vendor.VendorKernels(flashmla.operator(), *_gpu_arguments(config, device, quantises))
+
+
+def _gpu_arguments(
+    config: ModelConfig, device: torch.device, quantises: bool
+) -> tuple[int, bool, bool]:
+    power_of_2_scales = config.quantization is not None and config.quantization.scale_fmt == "ue8m0"
     card = torch.cuda.get_device_properties(device)
     if card.major != HOPPER:
         raise ValueError(
             f"they are made for Hopper (H100, H200), and {card.name} has compute capability "
             f"{card.major}.{card.minor}"
         )
-    return card.multi_processor_count, quantises, by_powers
+    return card.multi_processor_count, quantises, power_of_2_scales

@@ -15,21 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.core.forms import EAGER
-from tandem.model.kernels.repeated import Eager, Function, Repeated
+from tandem.core.execution import EAGER
+from tandem.model.kernels.replayable import Eager, Function, ReplayableFunction
 from tandem.model.network.batch import Segments, gather_pages, visible_slots
 from tandem.model.sampling.sampler import Sampler
 
-Angles = tuple[Tensor, Tensor]
+RopeCosSin = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position: [X, R / 2] fp32 each."""
-More = Any
+BranchOutput = Any
 """What is added to rows [X, D]; some give it in parts (Kernels.combine)."""
 
 
 BLOCK = 128
 
 
-class Blocks(NamedTuple):
+class Fp8BlockWeight(NamedTuple):
     """FP8 matrices [S, M, K] or one [M, K], with a factor for each BLOCK x BLOCK of their values
     (spec §6): scales [S, ceil(M / BLOCK), ceil(K / BLOCK)], where gate and up rows have blocks of
     their own."""
@@ -38,7 +38,7 @@ class Blocks(NamedTuple):
     scales: Tensor
 
 
-Weights = Tensor | Blocks
+Weights = Tensor | Fp8BlockWeight
 
 
 class Routing(NamedTuple):
@@ -47,14 +47,14 @@ class Routing(NamedTuple):
     score ``filler``."""
 
     sizes: tuple[int, int, int, int]
-    sigmoid: bool
-    by_two: bool
-    normalised: bool
-    filler: float
+    uses_sigmoid: bool
+    sums_top_two: bool
+    is_normalised: bool
+    masked_score: float
     factor: float
 
 
-class Attention(NamedTuple):
+class AttentionMetadata(NamedTuple):
     """What all forms of a layer's attention have in common in one pass: angles of its rows, whether
     pairs of what is rotated are interleaved, the cache [pages, page size, L] and the factor of
     scores. The table is [B, P], or [1, P] of one segment's pages after the other's. With
@@ -73,25 +73,25 @@ class Kernels(Sampler):
     """Those of torch. Weights stay as they are."""
 
     name = "torch"
-    form = EAGER
+    exec_mode = EAGER
     """In which functions are called again and again."""
 
-    lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
+    ngram_lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
     """Of n-grams, where it was written for the device (model/drafters/ngram.py: continued)."""
 
-    why_plain = ""
+    fallback_reason = ""
     """Why these were taken where faster ones ought to be had."""
 
-    lanes = 1
+    dim_multiple = 1
     """Heads and latents have a multiple of so many values."""
 
-    keeps_outputs = False
+    owns_outputs = False
     """What a repeated function returns is memory that it keeps."""
 
-    reads_blocks = False
+    supports_fp8_blocks = False
     """Matrices can stay the FP8 blocks of their checkpoint."""
 
-    reads_pages = False
+    reads_paged_cache = False
     """Attention reads pages where they lie, so wide page tables cost nothing."""
 
     copy_rows: Callable[[Sequence[Tensor], Tensor, Tensor, bool], None] | None = None
@@ -105,12 +105,12 @@ class Kernels(Sampler):
         """How long kernels have been compiled so far, this moment included; any thread."""
         return 0.0
 
-    def repeated(self, function: Function) -> Repeated:
+    def make_replayable(self, function: Function) -> ReplayableFunction:
         """``function`` in that form, for inputs of the shapes that it meets first. What it returns
         may be overwritten by the next call of any, in the order of the device."""
         return Eager(function)
 
-    def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Begin ``work``, which may run beside what is called from now on; what is returned waits
         for its result, on the device, and is called before anything that ``work`` reads is gone."""
         result = work()
@@ -135,23 +135,28 @@ class Kernels(Sampler):
         return weight_D * F.rms_norm(x_XD.float(), weight_D.shape, eps=eps).to(x_XD.dtype)
 
     def add_rms_norm(
-        self, x_XD: Tensor, more: More, weight_D: Tensor, eps: float
+        self, x_XD: Tensor, branch: BranchOutput, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """The sum of both, and its norm."""
-        x_XD = x_XD + more
+        x_XD = x_XD + branch
         return x_XD, self.rms_norm(x_XD, weight_D, eps)
 
-    def mla_entry(
-        self, kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor
+    def write_mla_cache(
+        self, kv_XL: Tensor, weight_C: Tensor, eps: float, attn: AttentionMetadata, slots_X: Tensor
     ) -> None:
         """Write [normed latent, rotated key] of each row at its physical slot of the cache."""
         latent, pe = kv_XL.split([len(weight_C), kv_XL.shape[1] - len(weight_C)], -1)
         latent = self.rms_norm(latent, weight_C, eps)
-        pe = rotate(pe, (how.cos, how.sin), how.is_interleaved)
-        how.cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
+        pe = rotate(pe, (attn.cos, attn.sin), attn.is_interleaved)
+        attn.cache.flatten(0, 1)[slots_X] = torch.cat((latent, pe), -1)
 
     def mla_attend(
-        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        attn: AttentionMetadata,
+        context_lens_BQ: Tensor,
     ) -> Tensor:
         """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
 
@@ -161,12 +166,12 @@ class Kernels(Sampler):
         """
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
-        pe = _rotated_heads(pe, how)
+        pe = _rotate_heads(pe, attn)
         num_seqs, num_q = context_lens_BQ.shape
-        q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, how.cache.shape[-1])
-        context_BSL, broken_BS = mended(gather_pages(how.cache, how.page_table_BP))
-        scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * how.scale
-        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], how.bits_BQ)
+        q_BXL = torch.cat((latent, pe), -1).view(num_seqs, -1, attn.cache.shape[-1])
+        context_BSL, broken_BS = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP))
+        scores = torch.bmm(q_BXL, context_BSL.transpose(1, 2)).float() * attn.scale
+        hidden_BQS = ~visible_slots(context_lens_BQ, context_BSL.shape[1], attn.bits_BQ)
         scores_BQHS = scores.unflatten(1, (num_q, -1))
         scores_BQHS = scores_BQHS.masked_fill(broken_BS[:, None, None], float("nan"))
         scores_BQHS = scores_BQHS.masked_fill(hidden_BQS.unsqueeze(2), float("-inf"))
@@ -174,33 +179,33 @@ class Kernels(Sampler):
         o_XHC = torch.bmm(p_BXS, context_BSL[..., : up_v.shape[2]]).view(*latent.shape)
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
-    def gqa_entry(self, kv_XL: Tensor, how: Attention, slots_X: Tensor) -> None:
+    def write_gqa_cache(self, kv_XL: Tensor, attn: AttentionMetadata, slots_X: Tensor) -> None:
         """Write [rotated keys, values] of each row's heads at its physical slot of the cache."""
         keys, values = kv_XL.chunk(2, -1)
-        keys = _rotated_heads(keys.unflatten(1, (-1, 2 * how.cos.shape[1])), how).flatten(1)
-        how.cache.flatten(0, 1)[slots_X] = torch.cat((keys, values), -1)
+        keys = _rotate_heads(keys.unflatten(1, (-1, 2 * attn.cos.shape[1])), attn).flatten(1)
+        attn.cache.flatten(0, 1)[slots_X] = torch.cat((keys, values), -1)
 
-    def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
+    def gqa_attend(self, q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor) -> Tensor:
         """Attention over each sequence's pages, whose entries are keys and values of G heads [2, G,
         K]; as many heads of queries, which are rotated here, share each: [X, H, K]."""
         num_q, width = context_lens_BQ.shape[1], q_XHK.shape[2]
-        context_BSL, broken_BS = mended(gather_pages(how.cache, how.page_table_BP))
+        context_BSL, broken_BS = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP))
         context = context_BSL.unflatten(-1, (2, -1, width))
         k_BGSK, v_BGSK = (one.transpose(1, 2) for one in context.unbind(2))
         num_groups, num_slots = k_BGSK.shape[1:3]
-        q_BQGRK = _rotated_heads(q_XHK, how).view(
+        q_BQGRK = _rotate_heads(q_XHK, attn).view(
             -1, num_q, num_groups, q_XHK.shape[1] // num_groups, width
         )
         q_BGNK = q_BQGRK.transpose(1, 2).flatten(2, 3)
-        scores_BGNS = (q_BGNK @ k_BGSK.transpose(2, 3)).float() * how.scale
-        hidden_BQS = ~visible_slots(context_lens_BQ, num_slots, how.bits_BQ)
+        scores_BGNS = (q_BGNK @ k_BGSK.transpose(2, 3)).float() * attn.scale
+        hidden_BQS = ~visible_slots(context_lens_BQ, num_slots, attn.bits_BQ)
         scores = scores_BGNS.unflatten(2, (num_q, -1))
         scores = scores.masked_fill(broken_BS[:, None, None, None], float("nan"))
         scores = scores.masked_fill(hidden_BQS[:, None, :, None], float("-inf"))
         o_BGNK = scores.softmax(-1).to(v_BGSK.dtype).flatten(2, 3) @ v_BGSK
         return o_BGNK.unflatten(2, (num_q, -1)).transpose(1, 2).reshape(*q_XHK.shape)
 
-    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+    def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         """In all of ``caches`` put what lies at some physical slots at others. No move of a row
         writes what a later one reads, and rows share no slots but the dummy page's."""
         for cache in caches:
@@ -208,17 +213,22 @@ class Kernels(Sampler):
             slots[to_BN] = slots[from_BN]
 
     def mla_prefill(
-        self, q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
+        self,
+        q_THK: Tensor,
+        kv_b: Tensor,
+        attn: AttentionMetadata,
+        segments: Segments,
+        num_values: int,
     ) -> Tensor:
         """Attention of packed segments over their own contexts, zeros for padding: [T, H, V]. Keys
         and values of every head are rebuilt from the latents by packed [H, N + V, C]: fewest flops
         for many rows. Values are padded to the width of keys, or fused kernels refuse."""
         from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s
 
-        page_size, num_heads = how.cache.shape[1], q_THK.shape[1]
-        nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * how.cos.shape[1]], -1)
-        q_HTK = torch.cat((nope, _rotated_heads(pe, how)), -1).transpose(0, 1)
-        latent_SL, broken_S = mended(gather_pages(how.cache, how.page_table_BP)[0])
+        page_size, num_heads = attn.cache.shape[1], q_THK.shape[1]
+        nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * attn.cos.shape[1]], -1)
+        q_HTK = torch.cat((nope, _rotate_heads(pe, attn)), -1).transpose(0, 1)
+        latent_SL, broken_S = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP)[0])
         c_SC, k_pe_SR = latent_SL.split([kv_b.shape[2], pe.shape[2]], 1)
         k_HSN, v_HSV = torch.matmul(c_SC, kv_b.transpose(1, 2)).split(
             [nope.shape[2], num_values], 2
@@ -230,13 +240,13 @@ class Kernels(Sampler):
             rows, slots = slice(row, row + num), slice(slot, slot + context)
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
             seen = causal_lower_right(num, context)
-            out = F.scaled_dot_product_attention(q, k, v, seen, scale=how.scale)
+            out = F.scaled_dot_product_attention(q, k, v, seen, scale=attn.scale)
             spoilt_T1 = broken_S[slots].cumsum(0)[-num:, None] > 0
             out_HTV[:, rows] = out[0, ..., :num_values].masked_fill(spoilt_T1, float("nan"))
             row, slot = row + num, slot + -(-context // page_size) * page_size
         return out_HTV.transpose(0, 1)
 
-    def experts(
+    def fused_experts(
         self,
         x_ND: Tensor,
         tokens_P: Tensor | None,
@@ -265,41 +275,43 @@ class Kernels(Sampler):
         return torch.empty_like(out).index_copy(0, order, out)
 
     def route(
-        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
+        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor]:
         """Expert ids [T, K] int64, best first and lowest id among equals, and weights fp32."""
         logits_TE = F.linear(x_TD.float(), packed.float())
-        scores_TE = logits_TE.sigmoid() if how.sigmoid else logits_TE.softmax(-1)
+        scores_TE = logits_TE.sigmoid() if routing.uses_sigmoid else logits_TE.softmax(-1)
         chosen_TE = scores_TE if bias_E is None else scores_TE + bias_E
-        _, num_groups, num_kept, num_chosen = how.sizes
+        _, num_groups, num_kept, num_chosen = routing.sizes
         if num_groups > 1:
             grouped = chosen_TE.unflatten(1, (num_groups, -1))
-            num_counted = min(2 if how.by_two else 1, grouped.shape[-1])
+            num_counted = min(2 if routing.sums_top_two else 1, grouped.shape[-1])
             group_scores_TG = grouped.topk(num_counted, -1).values.sum(-1)
             kept_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)
             kept_TG = kept_TG.scatter(1, top_ids(group_scores_TG, num_kept), True)
             kept_TE = kept_TG.repeat_interleave(grouped.shape[-1], 1)
-            chosen_TE = chosen_TE.masked_fill(~kept_TE, how.filler)
+            chosen_TE = chosen_TE.masked_fill(~kept_TE, routing.masked_score)
         ids_TK = top_ids(chosen_TE, num_chosen)
         weights_TK = scores_TE.gather(1, ids_TK)
-        if how.normalised:
+        if routing.is_normalised:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-        return ids_TK, weights_TK * how.factor
+        return ids_TK, weights_TK * routing.factor
 
-    def combine(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> More:
+    def combine(
+        self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None
+    ) -> BranchOutput:
         """The weighted sum [T, D] of each token's experts, in fp32, from the best one on; then
-        ``more`` is added. Some leave all that to `add_rms_norm`, for which it is there once."""
+        ``branch`` is added. Some leave all that to `add_rms_norm`, for which it is there once."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
         y_TD = y_TD.to(out_TKD.dtype)
-        return y_TD if more_TD is None else y_TD + more_TD
+        return y_TD if branch_TD is None else y_TD + branch_TD
 
 
-PLAIN = Kernels()
+TORCH_KERNELS = Kernels()
 
 
-def mended(context_SL: Tensor) -> tuple[Tensor, Tensor]:
+def zero_non_finite(context_SL: Tensor) -> tuple[Tensor, Tensor]:
     """Return cache entries [..., S, L] with zeros in place of those that hold a value that is not
     finite, and which these are [..., S]. Attention gives a hidden slot the weight 0, and 0 x NaN
     would be NaN; a row that sees such a slot has to become NaN by other means."""
@@ -312,7 +324,7 @@ def top_ids(scores: Tensor, num: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
-def rotate(x: Tensor, angles: Angles, is_interleaved: bool) -> Tensor:
+def rotate(x: Tensor, angles: RopeCosSin, is_interleaved: bool) -> Tensor:
     """Rotate x [..., R] by angles that broadcast to [..., R/2]. Pairs are (2j, 2j+1) if they are
     interleaved, else (j, j + R/2); written as the former, so that q.k is unchanged and the cached
     layout is one (spec §3: it is part of the wire format)."""
@@ -322,8 +334,8 @@ def rotate(x: Tensor, angles: Angles, is_interleaved: bool) -> Tensor:
     return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2).to(x.dtype)
 
 
-def _rotated_heads(pe_XHR: Tensor, how: Attention) -> Tensor:
-    return rotate(pe_XHR, (how.cos.unsqueeze(1), how.sin.unsqueeze(1)), how.is_interleaved)
+def _rotate_heads(pe_XHR: Tensor, attn: AttentionMetadata) -> Tensor:
+    return rotate(pe_XHR, (attn.cos.unsqueeze(1), attn.sin.unsqueeze(1)), attn.is_interleaved)
 
 
 def _silu_mul(gate_up: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.core.errors import CannotCapture
-from tandem.model.kernels.repeated import Function
+from tandem.core.errors import CaptureError
+from tandem.model.kernels.replayable import Function
 
-LEAST_FREE = 0.02
+MIN_FREE_SHARE = 0.02
 """Of the device's memory, or no program is made: steps have to run, too."""
 
 
@@ -22,7 +22,7 @@ class Captured:
     need; the second captures, on a ``stream`` that nothing else uses. Graphs of one ``pool`` share
     memory, and never run side by side. Other threads may use the device meanwhile, and nothing
     waits for what it is busy with: it may be a transfer whose other end waits for this host.
-    CannotCapture if the host waits for the device, memory is short, or for any other reason that
+    CaptureError if the host waits for the device, memory is short, or for any other reason that
     leaves the device well; else what is wrong with it.
     """
 
@@ -43,7 +43,7 @@ class Captured:
             self._has_run = True
             return outputs
         if self._graph is None:
-            self._graph = self._captured(inputs)
+            self._graph = self._capture(inputs)
         for held, new in zip(self._inputs, inputs, strict=True):
             held.copy_(new)
         self._graph.replay()
@@ -52,8 +52,8 @@ class Captured:
     def forget(self) -> None:
         self._graph, self._inputs, self._outputs = None, [], ()
 
-    def _captured(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
-        _check_room()
+    def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
+        _check_free_memory()
         self._inputs, graph = [one.clone() for one in inputs], torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream), _capturing(graph, self._pool):
@@ -61,7 +61,7 @@ class Captured:
         except Exception as error:
             self.forget()
             sum(one.sum().item() for one in inputs)  # raises if the device answers no more
-            raise CannotCapture(f"it cannot be captured: {error}") from error
+            raise CaptureError(f"it cannot be captured: {error}") from error
         return graph
 
 
@@ -75,10 +75,12 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         graph.capture_end()
 
 
-def _check_room() -> None:
+def _check_free_memory() -> None:
     """What is only kept for later is given up first, which makes the device wait."""
     num_free, num_bytes = torch.cuda.mem_get_info()
-    if num_free < LEAST_FREE * num_bytes:
+    if num_free < MIN_FREE_SHARE * num_bytes:
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < LEAST_FREE * num_bytes:
-            raise CannotCapture(f"less than {LEAST_FREE:.0%} of {num_bytes / 1e9:.1f} GB is free")
+        if torch.cuda.mem_get_info()[0] < MIN_FREE_SHARE * num_bytes:
+            raise CaptureError(
+                f"less than {MIN_FREE_SHARE:.0%} of {num_bytes / 1e9:.1f} GB is free"
+            )

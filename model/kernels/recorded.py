@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tandem.model.kernels.repeated import Function
+from tandem.model.kernels.replayable import Function
 
 
 class Recorded:

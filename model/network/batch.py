@@ -107,7 +107,7 @@ class Segment:
         return torch.stack((torch.tensor(self.token_ids), slots, places, slots + 1))
 
 
-def pack(
+def pack_segments(
     segments: Sequence[Segment], page_size: int, device: torch.device, num_rows: int = 0
 ) -> Batch:
     """One row of all segments' tokens, which may be none, filled up to ``num_rows``; what fills it

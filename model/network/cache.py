@@ -25,7 +25,7 @@ class CacheGroup:
     lag: int = 0
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU the system gives each memory page out only when it is first written, and
     small ones: to clear a huge one for every layer stalls a step for tens of milliseconds."""
     if device.type != "cpu":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.kernels.base import Angles, More
+from tandem.model.kernels.base import BranchOutput, RopeCosSin
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import MAIN, Caches
 from tandem.model.network.dispatch.base import Dispatch
@@ -33,10 +33,15 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, dispatch, moe_layer)
 
     def forward(
-        self, x_XD: Tensor, more: More | None, batch: Batch, cache: Tensor, angles: Angles
-    ) -> tuple[Tensor, More]:
+        self,
+        x_XD: Tensor,
+        branch: BranchOutput | None,
+        batch: Batch,
+        cache: Tensor,
+        angles: RopeCosSin,
+    ) -> tuple[Tensor, BranchOutput]:
         """The sum of both, through the layer: again in two parts, which the next norm sums up."""
-        x_XD, normed_XD = self.input_layernorm.add(x_XD, more)
+        x_XD, normed_XD = self.input_layernorm.add(x_XD, branch)
         attended_XD = self.self_attn(normed_XD, batch, cache, angles)
         x_XD, normed_XD = self.post_attention_layernorm.add(x_XD, attended_XD)
         real_X = None if batch.real_BQ is None else batch.real_BQ.flatten()
@@ -69,20 +74,22 @@ class DeepseekV3(nn.Module):
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
         """Hidden states [B, Q, D] after ``model.norm``: what the head reads."""
-        return self.tapped(batch, caches, ())[0]
+        return self.forward_with_taps(batch, caches, ())[0]
 
-    def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward_with_taps(
+        self, batch: Batch, caches: Caches, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         """The same, and features for a drafter [B, Q, F]: what enters each of the layers ``taps``,
         side by side; without any the hidden states themselves."""
-        x_XD, more = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
+        x_XD, branch = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
         angles, found = self.rope.at(batch.positions_BQ.flatten()), []
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches[MAIN], strict=True)):
             if i in taps:
-                x_XD, more = self.model.norm.add(x_XD, more)[0], None
+                x_XD, branch = self.model.norm.add(x_XD, branch)[0], None
                 found.append(x_XD)
-            x_XD, more = layer(x_XD, more, batch, cache, angles)
+            x_XD, branch = layer(x_XD, branch, batch, cache, angles)
         shape = batch.token_ids_BQ.shape
-        hidden_BQD = self.model.norm.add(x_XD, more)[1].view(*shape, -1)
+        hidden_BQD = self.model.norm.add(x_XD, branch)[1].view(*shape, -1)
         return hidden_BQD, torch.cat(found, -1).view(*shape, -1) if found else hidden_BQD
 
     def logits(self, hidden: Tensor) -> Tensor:

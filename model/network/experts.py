@@ -7,26 +7,26 @@ from torch import Tensor
 
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels.base import Kernels
-from tandem.model.network.layers import Matrices, Part
+from tandem.model.network.layers import KernelModule, Matrices
 
 
-class Experts(Part):
-    """Slot i holds routed expert ``held[i]``; gate rows first, then up rows."""
+class Experts(KernelModule):
+    """Slot i holds routed expert ``expert_ids[i]``; gate rows first, then up rows."""
 
-    def __init__(self, config: ModelConfig, held: tuple[int, ...]) -> None:
+    def __init__(self, config: ModelConfig, expert_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.held = held
-        num, dim, width = len(held), config.hidden_size, config.moe_intermediate_size
+        self.expert_ids = expert_ids
+        num, dim, width = len(expert_ids), config.hidden_size, config.moe_intermediate_size
         self.gate_up = Matrices(num, 2 * width, dim, num_parts=2)
         self.down = Matrices(num, dim, width)
 
-    def keep_blocks(self) -> None:
-        self.gate_up.keep_blocks()
-        self.down.keep_blocks()
+    def keep_fp8(self) -> None:
+        self.gate_up.keep_fp8()
+        self.down.keep_fp8()
 
-    def adopt(self, kernels: Kernels) -> None:
-        super().adopt(kernels)
-        self._packed = kernels.pack_experts(self.gate_up.stored, self.down.stored)
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
+        super().process_weights_after_loading(kernels)
+        self._packed = kernels.pack_experts(self.gate_up.loaded_weights, self.down.loaded_weights)
         del self.gate_up, self.down
 
     def forward(
@@ -35,4 +35,4 @@ class Experts(Part):
         """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``: [P, D]; undefined where the slot
         is S, which means that it is not here. Without tokens each has as many pairs, in order.
         Those that are not here are among them if they are the pairs of ``num_ranks``."""
-        return self.kernels.experts(x_ND, tokens_P, slots_P, *self._packed, num_ranks)
+        return self.kernels.fused_experts(x_ND, tokens_P, slots_P, *self._packed, num_ranks)

@@ -11,29 +11,36 @@ from torch import Tensor, nn
 
 from tandem.model.checkpoint.config import ModelConfig, YarnScaling
 from tandem.model.checkpoint.files import dequantise
-from tandem.model.kernels.base import BLOCK, Angles, Blocks, Kernels, More, Weights
+from tandem.model.kernels.base import (
+    BLOCK,
+    BranchOutput,
+    Fp8BlockWeight,
+    Kernels,
+    RopeCosSin,
+    Weights,
+)
 
 
-class Part(nn.Module):
+class KernelModule(nn.Module):
     """A module that computes with ``kernels``, which it gets by ``adopt`` before its first use."""
 
     kernels: Kernels
 
-    def adopt(self, kernels: Kernels) -> None:
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
         """Its weights are loaded: pack them."""
         self.kernels = kernels
 
 
-def adopt(module: nn.Module, kernels: Kernels) -> None:
+def process_weights_after_loading(module: nn.Module, kernels: Kernels) -> None:
     """Every part of ``module`` does. An outer one may merge the weights of inner ones, which it
     then drops."""
-    if isinstance(module, Part):
-        module.adopt(kernels)
+    if isinstance(module, KernelModule):
+        module.process_weights_after_loading(kernels)
     for child in list(module.children()):
-        adopt(child, kernels)
+        process_weights_after_loading(child, kernels)
 
 
-class RMSNorm(Part):
+class RMSNorm(KernelModule):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim), requires_grad=False)
@@ -42,14 +49,14 @@ class RMSNorm(Part):
     def forward(self, x: Tensor) -> Tensor:
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: Tensor, more: More | None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, branch: BranchOutput | None) -> tuple[Tensor, Tensor]:
         """The sum of both, and its norm."""
-        if more is None:
+        if branch is None:
             return x, self(x)
-        return self.kernels.add_rms_norm(x, more, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
-class Matrices(Part):
+class Matrices(KernelModule):
     """Weights [..., M, K] as they are loaded. ``num_parts`` matrices of the checkpoint lie below
     each other in one of them."""
 
@@ -58,7 +65,7 @@ class Matrices(Part):
         self.num_parts = num_parts
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
-    def keep_blocks(self) -> None:
+    def keep_fp8(self) -> None:
         """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
         fp8 = self.weight.to(torch.float8_e4m3fn)
         self.weight = nn.Parameter(fp8, requires_grad=False)
@@ -67,54 +74,58 @@ class Matrices(Part):
         self.register_buffer("weight_scale_inv", torch.empty(*num, *num_blocks, device=fp8.device))
 
     @property
-    def stored(self) -> Weights:
+    def loaded_weights(self) -> Weights:
         """As it was loaded."""
         if self.weight.dtype != torch.float8_e4m3fn:
             return self.weight.data
-        return Blocks(self.weight.data, self.get_buffer("weight_scale_inv"))
+        return Fp8BlockWeight(self.weight.data, self.get_buffer("weight_scale_inv"))
 
 
 class Linear(Matrices):
     """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
-    read. ``may_keep_blocks``: they can read FP8 there."""
+    read. ``may_keep_fp8``: they can read FP8 there."""
 
-    def __init__(self, dim_in: int, dim_out: int, may_keep_blocks: bool = True) -> None:
+    def __init__(self, dim_in: int, dim_out: int, may_keep_fp8: bool = True) -> None:
         super().__init__(dim_out, dim_in)
-        self.num_out, self.may_keep_blocks = dim_out, may_keep_blocks
+        self.num_out, self.may_keep_fp8 = dim_out, may_keep_fp8
 
-    def adopt(self, kernels: Kernels) -> None:
-        super().adopt(kernels)
-        self.packed = kernels.pack(self.stored)
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
+        super().process_weights_after_loading(kernels)
+        self.packed = kernels.pack(self.loaded_weights)
         del self.weight
 
     def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
         return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
 
 
-def alike(*weights: Weights) -> list[Any]:
+def same_format(*weights: Weights) -> list[Any]:
     """All of them blocks, or none: beside one that is not, others are dequantised."""
     plain = next((one for one in weights if isinstance(one, Tensor)), None)
     if plain is None:
         return list(weights)
     return [
-        dequantise(*one, (BLOCK, BLOCK)).to(plain.dtype) if isinstance(one, Blocks) else one
+        dequantise(*one, (BLOCK, BLOCK)).to(plain.dtype) if isinstance(one, Fp8BlockWeight) else one
         for one in weights
     ]
 
 
-def joined(first: Any, second: Any) -> Weights:
-    """Rows of both, which are `alike`."""
+def concat_rows(first: Any, second: Any) -> Weights:
+    """Rows of both, which are `same_format`."""
     if isinstance(first, Tensor):
         return torch.cat((first, second))
-    return Blocks(*map(torch.cat, zip(first, second, strict=True)))
+    return Fp8BlockWeight(*map(torch.cat, zip(first, second, strict=True)))
 
 
-def alone(weights: Weights) -> Weights:
+def as_single_expert(weights: Weights) -> Weights:
     """One matrix as that of one expert."""
-    return weights[None] if isinstance(weights, Tensor) else Blocks(*(x[None] for x in weights))
+    return (
+        weights[None]
+        if isinstance(weights, Tensor)
+        else Fp8BlockWeight(*(x[None] for x in weights))
+    )
 
 
-class GatedMLP(Part):
+class GatedMLP(KernelModule):
     """down(silu(gate(x)) * up(x)), x [X, D]; padding is computed like the rest."""
 
     def __init__(self, dim: int, width: int) -> None:
@@ -123,14 +134,18 @@ class GatedMLP(Part):
         self.up_proj = Linear(dim, width)
         self.down_proj = Linear(width, dim)
 
-    def adopt(self, kernels: Kernels) -> None:
-        super().adopt(kernels)
-        gate, up, down = alike(*(p.stored for p in (self.gate_proj, self.up_proj, self.down_proj)))
-        self.packed = kernels.pack_experts(alone(joined(gate, up)), alone(down))
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
+        super().process_weights_after_loading(kernels)
+        gate, up, down = same_format(
+            *(p.loaded_weights for p in (self.gate_proj, self.up_proj, self.down_proj))
+        )
+        self.packed = kernels.pack_experts(
+            as_single_expert(concat_rows(gate, up)), as_single_expert(down)
+        )
         del self.gate_proj, self.up_proj, self.down_proj
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
-        return self.kernels.experts(x, None, None, *self.packed)
+        return self.kernels.fused_experts(x, None, None, *self.packed)
 
 
 def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
@@ -167,7 +182,7 @@ class Rope(nn.Module):
         self.register_buffer("cos_TR", angles.cos() * scale, persistent=False)
         self.register_buffer("sin_TR", angles.sin() * scale, persistent=False)
 
-    def at(self, positions_X: Tensor) -> Angles:
+    def at(self, positions_X: Tensor) -> RopeCosSin:
         """Positions are clamped at the table's end."""
         clamped_X = positions_X.clamp(max=self.cos_TR.shape[0] - 1)
         return self.cos_TR[clamped_X], self.sin_TR[clamped_X]

@@ -9,12 +9,12 @@ Both forms read keys and values from the cache alone, after this pass's rows wer
 from torch import Tensor
 
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.kernels.base import BLOCK, Angles, Attention, Kernels
+from tandem.model.kernels.base import BLOCK, AttentionMetadata, Kernels, RopeCosSin
 from tandem.model.network.batch import Batch
-from tandem.model.network.layers import Linear, Part, RMSNorm, alike, joined
+from tandem.model.network.layers import KernelModule, Linear, RMSNorm, concat_rows, same_format
 
 
-class MLA(Part):
+class MLA(KernelModule):
     """The cached entry of a token is [normed latent (C), rotated shared key (R)]."""
 
     def __init__(self, config: ModelConfig, dim_in: int | None = None) -> None:
@@ -34,18 +34,20 @@ class MLA(Part):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.lora_norm_eps)
         kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
         # Absorbed into queries it multiplies by columns, across which blocks do not scale.
-        self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_blocks=False)
+        self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_fp8=False)
         self.o_proj = Linear(num_heads * config.v_head_dim, config.hidden_size)
 
-    def adopt(self, kernels: Kernels) -> None:
+    def process_weights_after_loading(self, kernels: Kernels) -> None:
         """What reads the same input becomes one product; the absorbed form's matrices are those of
         kv_b_proj, by head."""
-        super().adopt(kernels)
+        super().process_weights_after_loading(kernels)
         config = self.config
         name = "q_proj" if config.q_lora_rank is None else "q_a_proj"
         first, second = getattr(self, name), self.kv_a_proj_with_mqa
         self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
-        self._down = kernels.pack(joined(*alike(first.stored, second.stored)))
+        self._down = kernels.pack(
+            concat_rows(*same_format(first.loaded_weights, second.loaded_weights))
+        )
         delattr(self, name)
         del self.kv_a_proj_with_mqa
         up_HKC = self.kv_b_proj.weight.data.unflatten(0, (config.num_attention_heads, -1))
@@ -55,30 +57,32 @@ class MLA(Part):
         self._kv_b = kernels.pack(up_HKC)
         del self.kv_b_proj
 
-    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Attention output [X, D]; writes this pass's latents into ``cache``."""
         config, kernels = self.config, self.kernels
-        q = self.write(x_XD, batch, cache, angles)
+        q = self.write_cache(x_XD, batch, cache, angles)
         if config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_XHK = q.unflatten(1, (config.num_attention_heads, -1))
-        how = self._how(batch, cache, angles)
+        attn = self._attention(batch, cache, angles)
         if batch.segments is None:
             ups = self._up_k, self._up_v
-            out_XHV = kernels.mla_attend(q_XHK, *ups, how, batch.context_lens_BQ)
+            out_XHV = kernels.mla_attend(q_XHK, *ups, attn, batch.context_lens_BQ)
         else:
-            out_XHV = kernels.mla_prefill(q_XHK, self._kv_b, how, batch.segments, config.v_head_dim)
+            out_XHV = kernels.mla_prefill(
+                q_XHK, self._kv_b, attn, batch.segments, config.v_head_dim
+            )
         return self.o_proj(out_XHV.flatten(1))
 
-    def write(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: Angles) -> Tensor:
+    def write_cache(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """This pass's latents into ``cache``; what queries are made of, on the way."""
         down = self.kernels.linear(x_XD, self._down, self._num_down)
         kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
-        how = self._how(batch, cache, angles)
-        self.kernels.mla_entry(kv_XL, norm.weight, norm.eps, how, slots_X.flatten())
+        attn = self._attention(batch, cache, angles)
+        self.kernels.write_mla_cache(kv_XL, norm.weight, norm.eps, attn, slots_X.flatten())
         return down[:, : self._num_q]
 
-    def _how(self, batch: Batch, cache: Tensor, angles: Angles) -> Attention:
+    def _attention(self, batch: Batch, cache: Tensor, angles: RopeCosSin) -> AttentionMetadata:
         config = self.config
         rest = batch.page_table_BP, config.softmax_scale
-        return Attention(*angles, config.rope_interleave, cache, *rest, batch.bits_BQ)
+        return AttentionMetadata(*angles, config.rope_interleave, cache, *rest, batch.bits_BQ)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 
 
 class Tree(NamedTuple):
@@ -27,7 +27,7 @@ class Tree(NamedTuple):
         return Tree(parent_BQ, depth_BQ, bits_BQ, self.depth)
 
 
-def tree_of(parents_BN: Tensor, depth: int) -> Tree:
+def build_tree(parents_BN: Tensor, depth: int) -> Tree:
     """By each draft's parent, which is an earlier node. Paths are followed in steps that double; of
     nodes deeper than ``depth``, which nobody may accept, that is known alone."""
     parent_BQ = torch.cat((torch.zeros_like(parents_BN[:, :1]), parents_BN), 1)
@@ -41,11 +41,11 @@ def tree_of(parents_BN: Tensor, depth: int) -> Tree:
     return Tree(parent_BQ, depth_BQ, bits_BQ, depth)
 
 
-def static_tree(level: Level, device: torch.device) -> Tree | None:
+def static_tree(level: DraftShape, device: torch.device) -> Tree | None:
     """Of a level that has one which is no chain, for one row."""
     if level.is_chain or level.parents is None:
         return None
-    return tree_of(torch.tensor([level.parents], device=device), level.depth)
+    return build_tree(torch.tensor([level.parents], device=device), level.depth)
 
 
 def on_path(bits_BX: Tensor, num_nodes: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.request import Request
-from tandem.model.checkpoint.tensors import upload, write
+from tandem.model.checkpoint.tensors import upload, write_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def set_rules(
     new.presence_B[0] = sampling.presence_penalty
     new.frequency_B[0] = sampling.frequency_penalty
     new.min_tokens_B[0] = sampling.min_tokens
-    write(rules, upload(torch.tensor([row]), device), upload(new, device))
+    write_rows(rules, upload(torch.tensor([row]), device), upload(new, device))
 
 
 def adjust(

@@ -20,9 +20,9 @@ class LogprobRows:
 
     def of_row(self, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """The first ``num_tokens`` places of a row as they are told."""
-        given = self.chosen_BN, self.top_ids_BNK[..., :num_top], self.top_BNK[..., :num_top]
-        told = zip(*(one[row, :num_tokens].tolist() for one in given), strict=True)
-        return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in told)
+        columns = self.chosen_BN, self.top_ids_BNK[..., :num_top], self.top_BNK[..., :num_top]
+        rows = zip(*(one[row, :num_tokens].tolist() for one in columns), strict=True)
+        return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in rows)
 
 
 def raw_logprobs(logits_BNV: Tensor, tokens_BN: Tensor, num_top: int) -> LogprobRows:

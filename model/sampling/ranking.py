@@ -11,23 +11,23 @@ from torch import Tensor
 from tandem.model.network.tree import Tree
 from tandem.model.sampling.sampler import DRAFT, SamplingRows, gumbel
 
-NOTHING = float("-inf")
+LOG_ZERO = float("-inf")
 _NODE_SHIFT = 32
 
 
-class Ranked(NamedTuple):
+class TopCandidates(NamedTuple):
     """The tokens [B, Q, K] that may follow each node, in their order, the logarithm of the share
     that each has, and that of what its place in a tree is worth. ``q_BQV`` are the probabilities
     that those of the rows ``drawn_B`` were drawn from, each time without those before; None if no
     row's are drawn."""
 
     tokens_BQK: Tensor
-    shares_BQK: Tensor
-    worth_BQK: Tensor
+    log_probs_BQK: Tensor
+    scores_BQK: Tensor
     q_BQV: Tensor | None = None
     drawn_B: Tensor | None = None
 
-    def where(self, rows_B: Tensor, other: "Ranked") -> "Ranked":
+    def where(self, rows_B: Tensor, other: "TopCandidates") -> "TopCandidates":
         """This where ``rows_B`` is True, ``other`` elsewhere; one of them at most has drawn."""
         own_B, own = (rows_B, self) if self.drawn_B is not None else (~rows_B, other)
         drawn_B = None if own.drawn_B is None else own.drawn_B & own_B
@@ -35,21 +35,21 @@ class Ranked(NamedTuple):
             torch.where(rows_B.view(-1, 1, 1), one, two)
             for one, two in zip(self[:3], other[:3], strict=True)
         )
-        return Ranked(tokens, shares, worth, own.q_BQV, drawn_B)
+        return TopCandidates(tokens, shares, worth, own.q_BQV, drawn_B)
 
 
-def likeliest(
-    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_ranks: int
-) -> Ranked:
+def top_by_logits(
+    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
+) -> TopCandidates:
     """By logits alone."""
-    shares, tokens = adjusted_BQV.log_softmax(-1).topk(num_ranks)
-    shares = shares.nan_to_num(nan=NOTHING, neginf=NOTHING).clamp(max=0)
-    return Ranked(tokens, shares, shares)
+    shares, tokens = adjusted_BQV.log_softmax(-1).topk(num_candidates)
+    shares = shares.nan_to_num(nan=LOG_ZERO, neginf=LOG_ZERO).clamp(max=0)
+    return TopCandidates(tokens, shares, shares)
 
 
-def chosen_likeliest(
-    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_ranks: int
-) -> Ranked:
+def top_by_target_noise(
+    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
+) -> TopCandidates:
     """Likely is to a sampled row what it would choose of these logits with its noise of that place:
     the first is the draft of a chain, each other that if those before were ruled out."""
     if not rows.all_greedy:
@@ -58,12 +58,12 @@ def chosen_likeliest(
         log_p_BQV = log_p_BQV + gumbel(rows.seed_B.unsqueeze(1), index_BQ, log_p_BQV.shape[2])
         is_sampled_B11 = rows.temperature_B.view(-1, 1, 1) > 0
         adjusted_BQV = torch.where(is_sampled_B11, log_p_BQV, adjusted_BQV)
-    return likeliest(adjusted_BQV, rows, num_output_B, nodes, num_ranks)
+    return top_by_logits(adjusted_BQV, rows, num_output_B, nodes, num_candidates)
 
 
-def drawn(
-    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_ranks: int
-) -> Ranked:
+def draw_without_replacement(
+    adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
+) -> TopCandidates:
     """Drawn from q, the filtered distribution, without replacement, as the largest of perturbed
     logarithms are (Kool et al., arXiv 1903.06059).
 
@@ -72,7 +72,7 @@ def drawn(
     tokens that are no draws of q, and acceptance by p/q would not give p (spec §9). No node's noise
     is another's, nor that of another step: the index is that of the step's first token.
     """
-    greedy = likeliest(adjusted_BQV, rows, num_output_B, nodes, num_ranks)
+    greedy = top_by_logits(adjusted_BQV, rows, num_output_B, nodes, num_candidates)
     if rows.all_greedy:
         return greedy
     log_q_BQV = rows.sampler.filtered_log_probs(adjusted_BQV, rows)
@@ -80,10 +80,10 @@ def drawn(
     number_BQ = (nodes.depth_BQ << 6) + place_Q
     seed_BQ = rows.seed_B.unsqueeze(1) ^ (number_BQ << _NODE_SHIFT)
     noise_BQV = gumbel(seed_BQ, num_output_B.unsqueeze(1), log_q_BQV.shape[2], DRAFT)
-    tokens_BQK = (log_q_BQV + noise_BQV).topk(num_ranks).indices
-    shares_BQK = log_q_BQV.gather(2, tokens_BQK).nan_to_num(nan=NOTHING, neginf=NOTHING)
-    taken_BQK = shares_BQK.double().exp()
+    tokens_BQK = (log_q_BQV + noise_BQV).topk(num_candidates).indices
+    log_probs_BQK = log_q_BQV.gather(2, tokens_BQK).nan_to_num(nan=LOG_ZERO, neginf=LOG_ZERO)
+    taken_BQK = log_probs_BQK.double().exp()
     left_BQK = (1 - (taken_BQK.cumsum(2) - taken_BQK)).clamp(0, 1).log().float()
     is_sampled_B = rows.temperature_B > 0
-    found = Ranked(tokens_BQK, shares_BQK, left_BQK, log_q_BQV.exp(), is_sampled_B)
+    found = TopCandidates(tokens_BQK, log_probs_BQK, left_BQK, log_q_BQV.exp(), is_sampled_B)
     return found.where(is_sampled_B, greedy)

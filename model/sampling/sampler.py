@@ -28,7 +28,7 @@ class Sampler:
     adjust: Callable[..., Tensor] = staticmethod(adjust)
     """Logits [B, V] by the rules of their rows, as adjust.py says."""
 
-    def likeliest(self, adjusted_XV: Tensor) -> Tensor:
+    def argmax_tokens(self, adjusted_XV: Tensor) -> Tensor:
         """The token with the largest logit, the first among equals: ids [X]; X any axes."""
         return adjusted_XV.argmax(-1)
 
@@ -37,7 +37,9 @@ class Sampler:
         bool [X]; X any axes. A token may be forbidden (-inf), not all of them."""
         return adjusted_XV.amax(-1).abs() < float("inf")
 
-    def drawn(self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor) -> Tensor:
+    def sample_tokens(
+        self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor
+    ) -> Tensor:
         """`draw` at Q places of rows of which some are sampled: token ids [B, Q]."""
         kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)
         drawn_BQ, greedy_BQ = sample(kept_BQV, seed_B1, output_index_BQ), adjusted_BQV.argmax(-1)
@@ -71,7 +73,7 @@ def _kept_logits(logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
     return x_BQV.masked_fill(~kept_BQV, float("-inf"))
 
 
-PLAIN_SAMPLER = Sampler()
+TORCH_SAMPLER = Sampler()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class SamplingRows:
     seed_B: Tensor
     all_greedy: bool
     rules: AdjustRows | None = None
-    sampler: Sampler = PLAIN_SAMPLER
+    sampler: Sampler = TORCH_SAMPLER
 
     @classmethod
     def of(
@@ -97,7 +99,7 @@ class SamplingRows:
         settings: Sequence[SamplingParams],
         device: torch.device,
         rules: AdjustRows | None = None,
-        sampler: Sampler = PLAIN_SAMPLER,
+        sampler: Sampler = TORCH_SAMPLER,
     ) -> "SamplingRows":
         """The settings of several requests, one row each; seeds are given by now. ``rules`` may
         be on the host still."""
@@ -118,7 +120,7 @@ class SamplingRows:
         return upload(rows, device)
 
 
-def adjusted(
+def apply_rules(
     logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
 ) -> Tensor:
     """Logits [B, V] after the rows' rules, if any has some, of the token that comes after
@@ -135,24 +137,26 @@ def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:
     token id) alone.
     """
     if rows.all_greedy:
-        return rows.sampler.likeliest(adjusted_BV)
-    return rows.sampler.drawn(adjusted_BV.unsqueeze(1), rows, index_B.unsqueeze(1)).squeeze(1)
+        return rows.sampler.argmax_tokens(adjusted_BV)
+    return rows.sampler.sample_tokens(adjusted_BV.unsqueeze(1), rows, index_B.unsqueeze(1)).squeeze(
+        1
+    )
 
 
-def adjusted_places(
+def apply_rules_at_places(
     logits_BN1V: Tensor,
     rows: SamplingRows,
     num_output_B: Tensor,
     drafts_BN: Tensor,
     tree: Tree | None = None,
 ) -> Tensor:
-    """``adjusted`` at every place of a chain or node of a tree [B, N+1, V], given the drafts before
-    it."""
+    """``apply_rules`` at every place of a chain or node of a tree [B, N+1, V], given the drafts
+    before it."""
     if rows.rules is None:
         return logits_BN1V
     places, own = logits_BN1V.unbind(1), rows.sampler.adjust
     if tree is None:
-        many = [adjusted(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
+        many = [apply_rules(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
         return torch.stack(many, 1)
     seen_BQN, num_BQ = on_path(tree.bits_BQ, drafts_BN.shape[1]), tree.depth_BQ
     nodes = zip(places, num_BQ.unbind(1), seen_BQN.unbind(1), strict=True)
@@ -160,16 +164,16 @@ def adjusted_places(
     return torch.stack(many, 1)
 
 
-def draw_places(
+def draw_at_places(
     adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, tree: Tree | None = None
 ) -> Tensor:
     """``draw`` at every place of a chain or node of a tree [B, N+1]: its noise is that of its
     depth."""
     if rows.all_greedy:
-        return rows.sampler.likeliest(adjusted_BN1V)
+        return rows.sampler.argmax_tokens(adjusted_BN1V)
     num_places, device = adjusted_BN1V.shape[1], num_output_B.device
     depth_BN1 = torch.arange(num_places, device=device) if tree is None else tree.depth_BQ
-    return rows.sampler.drawn(adjusted_BN1V, rows, num_output_B.unsqueeze(1) + depth_BN1)
+    return rows.sampler.sample_tokens(adjusted_BN1V, rows, num_output_B.unsqueeze(1) + depth_BN1)
 
 
 def sample(log_p: Tensor, seed: Tensor, output_index: Tensor, stream: int = TARGET) -> Tensor:

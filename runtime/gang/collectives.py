@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tandem.core.errors import EpochEnded
-from tandem.core.pace import Place
+from tandem.core.progress import LockstepPosition
 from tandem.net.groups import Store, gloo_group
-from tandem.net.nccl import nccl_group, prepare
+from tandem.net.nccl import configure_nccl, nccl_group
 
 CONNECT_S = 30.0
 
@@ -29,18 +29,18 @@ class Collectives:
         self.is_aborted = False
         self._group = group
         self._options = dist.AllToAllOptions()
-        self.begin(0, CONNECT_S)
+        self.start_step(0, CONNECT_S)
 
-    def begin(self, step: int, timeout_s: float) -> None:
+    def start_step(self, step: int, timeout_s: float) -> None:
         """A step begins, whose collectives are counted from 1 on; on a CPU each waits so long."""
-        self.place = Place(step)
+        self.position = LockstepPosition(step)
         self._options.timeout = timedelta(seconds=timeout_s)
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring of R - 1 rounds, in which each
         rank waits for its neighbour alone."""
         if x.device.type == "cpu":
-            return self.all_to_all(x.expand(self.num_ranks, *x.shape), what="all_gather")
+            return self.all_to_all(x.expand(self.num_ranks, *x.shape), operation="all_gather")
         out = x.new_empty(self.num_ranks, *x.shape)
         self._call("all_gather", lambda group: group._allgather_base(out, x))
         return out
@@ -50,13 +50,13 @@ class Collectives:
         x: Tensor,
         num_sent: Sequence[int] = (),
         num_received: Sequence[int] = (),
-        what: str = "all_to_all",
+        operation: str = "all_to_all",
     ) -> Tensor:
         """Rows of ``x`` to every rank, and those received; ``what`` is told of who is late."""
         num_rows = sum(num_received) if num_received else len(x)
         x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
         given = out, x, [*num_received], [*num_sent], self._options
-        self._call(what, lambda group: group.alltoall_base(*given))
+        self._call(operation, lambda group: group.alltoall_base(*given))
         return out
 
     def abort(self) -> None:
@@ -71,16 +71,16 @@ class Collectives:
         self.abort()
         self._group = None
 
-    def _call(self, what: str, start: Callable[[Any], Any]) -> None:
+    def _call(self, operation: str, start: Callable[[Any], Any]) -> None:
         """On a GPU the stream waits, not the host."""
-        self.place = Place(self.place.step, self.place.number + 1, what)
+        self.position = LockstepPosition(self.position.step, self.position.number + 1, operation)
         if self._group is None:
-            raise EpochEnded(f"rank {self.rank}, {self.place}: the group is closed")
+            raise EpochEnded(f"rank {self.rank}, {self.position}: the group is closed")
         try:
             start(self._group).wait()
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise EpochEnded(f"rank {self.rank}, {self.place}: {reason}") from error
+            raise EpochEnded(f"rank {self.rank}, {self.position}: {reason}") from error
 
 
 def connect(
@@ -95,7 +95,7 @@ def connect(
         if device.type == "cpu":
             group = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
         else:
-            prepare(host)
+            configure_nccl(host)
             group = nccl_group(store(), rank, num_ranks)
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))

@@ -115,7 +115,7 @@ class Faults(Trouble):
         if not name:
             return ""
         for_s = self.draw.uniform(*STOPPED_S)
-        self._later(for_s, lambda: killed(pid, signal.SIGCONT))
+        self._later_passes(for_s, lambda: killed(pid, signal.SIGCONT))
         return f"{name} for {for_s:.1f} s"
 
     def _kill_the_controller(self) -> str:
@@ -156,7 +156,7 @@ class Faults(Trouble):
             self.machines.cut(a, b, spares_ray)
             self._cut.add(a.name)
         for_s = self.draw.uniform(*CUT_S)
-        self._later(for_s, lambda: [self._heal(a) for a, _ in pairs])
+        self._later_passes(for_s, lambda: [self._heal(a) for a, _ in pairs])
         what = "what is not Ray's" if spares_ray else "all"
         way = "to and from" if is_both else "to"
         return f"{what} from {one.name} {way} {other.name} for {for_s:.1f} s"
@@ -174,12 +174,12 @@ class Faults(Trouble):
         words = ["--kind", kind, "--grpc", f"{gateway.pod.address}:{GATEWAY_PORT}"]
         command = ["python", "-m", "benchmarks.hostile.client", *words]
         process = self.machines.stranger.run(command)
-        self._later(for_s, process.kill)
+        self._later_passes(for_s, process.kill)
         return f"{kind} at {gateway.name} for {for_s:.1f} s"
 
     def _heal(self, machine: Machine) -> None:
         self.machines.heal(machine)
         self._cut.discard(machine.name)
 
-    def _later(self, after_s: float, function: Callable[[], object]) -> None:
+    def _later_passes(self, after_s: float, function: Callable[[], object]) -> None:
         self._due.append((time.monotonic() + after_s, function))

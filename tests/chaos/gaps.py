@@ -22,7 +22,7 @@ UNKNOWN, LEAVING, STARTING = (
 )
 WARMING = "no pair, warm-up"
 AFTER = {ENDED: PAUSE, ROUTING: NO_PAIR, ATTEMPT: QUEUE, GRANTED: READ}
-RANKED = "ready", "starting", "lost"
+COMPARED_PAIRS = "ready", "starting", "lost"
 """States of a gang, from the one in which it may serve."""
 OF_STATE = {"starting": STARTING, "lost": LEAVING}
 Event = dict[str, Any]
@@ -91,9 +91,9 @@ def _state_at(gangs: Sequence[Event], moment: float) -> str:
             states[one["gang"]] = one["state"]
     kinds: dict[str, list[int]] = {}
     for gang, state in states.items():
-        place = RANKED.index(state) if state in RANKED else 0
+        place = COMPARED_PAIRS.index(state) if state in COMPARED_PAIRS else 0
         kinds.setdefault(gang.partition("-")[0], []).append(place)
-    return RANKED[max((min(places) for places in kinds.values()), default=0)]
+    return COMPARED_PAIRS[max((min(places) for places in kinds.values()), default=0)]
 
 
 def _part(last: Event, following: Event | None) -> str:

@@ -37,16 +37,18 @@ def phases(controller: Any) -> set[str]:
     """All that it is in the middle of."""
     if controller._epochs.seen[0] == 0:
         return {"adoption"}
-    return {_of(keeper) for keeper in controller._gangs.values()}
+    return {_of(supervisor) for supervisor in controller._gangs.values()}
 
 
-def _of(keeper: Any) -> str:
-    gang, states, num_ranks = keeper.gang, keeper.ranks.states, keeper.plan.num_ranks
+def _of(supervisor: Any) -> str:
+    gang, states, num_ranks = supervisor.gang, supervisor.ranks.states, supervisor.plan.num_ranks
     if gang.state in (DRAINING, LOST):
         return "drain" if gang.state == DRAINING else "pause"
     if gang.state != STARTING:
         return ""
-    num_loaded = sum(rank in keeper.ranks.handles and one.is_loaded for rank, one in states.items())
+    num_loaded = sum(
+        rank in supervisor.ranks.handles and one.is_loaded for rank, one in states.items()
+    )
     if num_loaded == num_ranks:
         return "join"
     return "replacement" if num_loaded else "load"
@@ -55,11 +57,11 @@ def _of(keeper: Any) -> str:
 async def watch(controller: Any) -> None:
     gangs: dict[str, Any] = {}
     while True:
-        for keeper in controller._gangs.values():
-            if gangs.get(keeper.plan.name) != keeper.gang:
-                gangs[keeper.plan.name] = keeper.gang
-                note_gang(keeper.gang)
-            KNOWN.update({s.spec.process: s for s in keeper.ranks.states.values()})
+        for supervisor in controller._gangs.values():
+            if gangs.get(supervisor.plan.name) != supervisor.gang:
+                gangs[supervisor.plan.name] = supervisor.gang
+                note_gang(supervisor.gang)
+            KNOWN.update({s.spec.process_name: s for s in supervisor.ranks.states.values()})
         await asyncio.sleep(LOOK_S)  # time: between two looks
         with suppress(FileNotFoundError):
             gang = there("rebalance").read_text()
@@ -77,7 +79,7 @@ async def watch(controller: Any) -> None:
 
 def watched(module: Any) -> None:
     """Watch controllers of tandem.cluster.control.controller from their first moment on."""
-    begin, stop = module.Controller.begin, module.GangKeeper.stop
+    begin, stop = module.Controller.ensure_adopted, module.GangSupervisor.stop
     rebalance.MIN_GAIN = -1.0
 
     async def beginning(self: Any) -> None:
@@ -90,4 +92,4 @@ def watched(module: Any) -> None:
             note("stopped.ranks", f"{state.spec.host} {state.pid}")
         await stop(self, deadline_s)
 
-    module.Controller.begin, module.GangKeeper.stop = beginning, stopping
+    module.Controller.ensure_adopted, module.GangSupervisor.stop = beginning, stopping

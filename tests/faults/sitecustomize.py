@@ -54,7 +54,7 @@ def _poison_prefill(engine: Any) -> None:
 def _end_in_lockstep(collectives: Any) -> None:
     """A rank whose file ``PID.gang`` says "SIGNAL NUMBER" gets that signal as it enters collective
     NUMBER of its next step; 0 is when it proposes."""
-    call, begin = collectives.Collectives._call, collectives.Collectives.begin
+    call, begin = collectives.Collectives._call, collectives.Collectives.start_step
 
     def meet(number: int) -> None:
         path = Path(os.environ["FAULTS"], f"{os.getpid()}.gang")
@@ -65,28 +65,28 @@ def _end_in_lockstep(collectives: Any) -> None:
                 os.kill(os.getpid(), signal_number)
 
     def calling(self: Any, *args: Any) -> None:
-        meet(self.place.number + 1)
+        meet(self.position.number + 1)
         call(self, *args)
 
     def beginning(self: Any, *args: Any) -> None:
         begin(self, *args)
         meet(0)
 
-    collectives.Collectives._call, collectives.Collectives.begin = calling, beginning
+    collectives.Collectives._call, collectives.Collectives.start_step = calling, beginning
 
 
-def _tell_who(member: Any) -> None:
+def _tell_who(gang_lockstep: Any) -> None:
     """``SEAT.pid`` has the process of each rank of a gang, ``lives`` all that were joined."""
-    inner = member.Member.__init__
+    inner = gang_lockstep.GangLockstep.__init__
 
     def joining(self: Any, spec: Any, *args: Any) -> None:
         _stop("joining")
-        Path(os.environ["FAULTS"], f"{spec.seat}.pid").write_text(str(os.getpid()))
+        Path(os.environ["FAULTS"], f"{spec.rank_name}.pid").write_text(str(os.getpid()))
         with Path(os.environ["FAULTS"], "lives").open("a") as file:
-            file.write(f"{spec.life}\n")
+            file.write(f"{spec.epoch_name}\n")
         inner(self, spec, *args)
 
-    member.Member.__init__ = joining
+    gang_lockstep.GangLockstep.__init__ = joining
 
 
 def _block_on_demand(engine_loop: Any) -> None:
@@ -247,7 +247,7 @@ PATCHES = {
     "tandem.prefill_node.engine": _poison_prefill,
     "tandem.runtime.engine_loop": _block_on_demand,
     "tandem.runtime.gang.collectives": _end_in_lockstep,
-    "tandem.runtime.gang.member": _tell_who,
+    "tandem.runtime.gang.gang_lockstep": _tell_who,
 }
 
 

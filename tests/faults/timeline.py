@@ -24,7 +24,12 @@ def note(name: str, **fields: object) -> None:
 
 def note_gang(gang: Any) -> None:
     why = gang.failure.text if gang.failure else ""
-    shown = {"gang": gang.name, "epoch": gang.epoch, "state": gang.state, "starts": gang.starts}
+    shown = {
+        "gang": gang.name,
+        "epoch": gang.epoch,
+        "state": gang.state,
+        "starts": gang.startup_notes,
+    }
     note("gangs.jsonl", **shown, why=why)
 
 
@@ -44,7 +49,7 @@ def note_attempts(flow: Any) -> None:
             told = True
             tell(piece)
 
-        ranks = [pair.prefill.life, pair.decode.life]
+        ranks = [pair.prefill.epoch_name, pair.decode.epoch_name]
         note("attempts.jsonl", request=name, event=ATTEMPT, ranks=ranks)
         error = ""
         try:
@@ -64,10 +69,10 @@ def note_attempts(flow: Any) -> None:
 
 def note_routing(gateway: Any) -> None:
     """cluster.gateway.gateway."""
-    find_pair = gateway.ClusterGateway._pair
+    find_pair = gateway.ClusterGateway._choose_route
 
     async def finding(self: Any, request: Any, *args: Any) -> Any:
         note("attempts.jsonl", request=request.request_id, event=ROUTING)
         return await find_pair(self, request, *args)
 
-    gateway.ClusterGateway._pair = finding
+    gateway.ClusterGateway._choose_route = finding

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.harness.procs import descendants
 from tests.deployed import amount
-from tests.pods import Box, Pod, Running
+from tests.pods import Box, Pod, RunningSequence
 
 PODMAN = "podman", "--cgroup-manager=cgroupfs", "--runtime=runc"
 USER = "1000"
@@ -54,7 +54,7 @@ class Image:
     def environ(self, pod: Pod, box: Box) -> dict[str, str] | None:
         return None
 
-    def init(self, process: Running) -> int:
+    def init(self, process: RunningSequence) -> int:
         text = subprocess.run(
             [*PODMAN, "inspect", "--format", "{{.State.Pid}}", name_of(process)],
             check=True,
@@ -63,13 +63,13 @@ class Image:
         ).stdout
         return int(text)
 
-    def pids(self, process: Running) -> Iterable[int]:
+    def pids(self, process: RunningSequence) -> Iterable[int]:
         if process.poll() is not None:
             return ()
         init = self.init(process)
         return {init, *descendants(init)}
 
-    def end(self, processes: Sequence[Running]) -> None:
+    def end(self, processes: Sequence[RunningSequence]) -> None:
         for process in processes:
             gone = [*PODMAN, "rm", "--force", "--time=0", "--ignore", name_of(process)]
             subprocess.run(gone, check=True, capture_output=True)
@@ -83,7 +83,7 @@ def _ulimits() -> list[str]:
     return [f"--ulimit={name}={value}:{value}" for name, value in most.items()]
 
 
-def name_of(process: Running) -> str:
+def name_of(process: RunningSequence) -> str:
     args = process.args
     assert isinstance(args, list)
     return str(args[args.index("--name") + 1])

@@ -10,7 +10,7 @@ from tests.deployed import Deployed, container
 from tests.image.containers import Image, inside, most_memory_bytes
 from tests.kubelet import begin_ray, hosts_of, start_gateway
 from tests.kustomize import Manifest
-from tests.pods import Pod, Running, Tree, pods
+from tests.pods import Pod, RunningSequence, Tree, pods
 from tests.policies import Peer, enforce
 from tests.waiting import wait_until
 
@@ -31,7 +31,7 @@ class Scene:
 
     it: Deployed
     there: dict[str, Pod]
-    gateways: dict[str, Running] = field(default_factory=dict)
+    gateways: dict[str, RunningSequence] = field(default_factory=dict)
     num_gateways: int = 0
     began_at: float = field(default_factory=time.monotonic)
 

@@ -22,7 +22,7 @@ STORY = "Zwei Bären 🐻🐻 aßen Käse. "
 class ByteTokenizer:
     """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
 
-    longest_token_bytes = None
+    max_token_bytes = None
     special_tokens: dict[str, int] = {}
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
@@ -69,7 +69,7 @@ class EchoGateway:
         )  # fmt: skip
         return ServerStatus(self.state, "disaggregated", num_running, (node,))
 
-    def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
+    def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
         """Its queue is never full."""
 
     def begin(self, request: Request) -> SimpleNamespace:

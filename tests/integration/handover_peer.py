@@ -15,11 +15,11 @@ from tandem.core.config import KvTransferConfig
 from tandem.core.control import Service
 from tandem.core.identity import Identity
 from tandem.kv_transfer.caches import PagedCaches
-from tandem.kv_transfer.channel import ChannelMaker
+from tandem.kv_transfer.channel import ChannelFactory
+from tandem.kv_transfer.endpoint import Deadlines, TransferEndpoint
 from tandem.kv_transfer.layout import Group, Layout
 from tandem.kv_transfer.messages import Seal
 from tandem.kv_transfer.pages import PagePool
-from tandem.kv_transfer.side import Deadlines, Side
 from tandem.kv_transfer.source import Source
 from tandem.runtime.engine_loop import EngineLoop
 
@@ -63,12 +63,17 @@ class Prefill(Rank):
     """A prefill engine that computes made-up values, scripted by ``test.*`` control calls."""
 
     def __init__(
-        self, maker: ChannelMaker, deadlines: Deadlines = DEADLINES, lease_s: float = CONFIG.lease_s
+        self,
+        channel_factory: ChannelFactory,
+        deadlines: Deadlines = DEADLINES,
+        lease_s: float = CONFIG.lease_s,
     ) -> None:
         super().__init__("prefill", page_size=5, num_pages=200)
-        self.maker = maker
+        self.channel_factory = channel_factory
         config = CONFIG.model_copy(update={"lease_s": lease_s})
-        self.source = Source(Side(self.caches, self.engine, maker, config, deadlines))
+        self.source = Source(
+            TransferEndpoint(self.caches, self.engine, channel_factory, config, deadlines)
+        )
         self.service = Service("prefill", EPOCH, self.source.methods)
         self.pages: dict[Identity, list[int]] = {}
         self.num_computed: dict[Identity, int] = {}
@@ -170,7 +175,7 @@ class Prefill(Rank):
         self.may_send.set()
 
     async def report(self) -> dict[str, Any]:
-        self.source._side.staging.check_integrity()
+        self.source._endpoint.staging.check_integrity()
         await self.engine.call(self.pool.check_integrity)
         used, asked = self.pool.num_pages - 1 - self.pool.num_free, self.asked
         self.asked = []

@@ -13,12 +13,12 @@ import torch
 
 from tandem.core.control import Control, Handler, InProcessControl, Service
 from tandem.core.identity import Identity
-from tandem.kv_transfer.channel import ChannelMaker, make_channels
+from tandem.kv_transfer.channel import ChannelFactory, create_channel_factory
+from tandem.kv_transfer.endpoint import Deadlines, TransferEndpoint
 from tandem.kv_transfer.layout import PROTOCOL
 from tandem.kv_transfer.messages import Offer
-from tandem.kv_transfer.side import Deadlines, Side
-from tandem.kv_transfer.sink import Pulled, Sink
-from tandem.net.calls import DOOR, CallClient, CallServer
+from tandem.kv_transfer.sink import PullResult, Sink
+from tandem.net.calls import CALL_ADDRESS, CallClient, CallServer
 from tests.forks import forks
 from tests.integration.handover_peer import (
     CONFIG,
@@ -43,7 +43,7 @@ def prefill_process(pipe: Connection) -> None:
 
 
 async def _prefill_process(pipe: Connection) -> None:
-    prefill = Prefill(make_channels("gloo", HOST, DEADLINE_S))
+    prefill = Prefill(create_channel_factory("gloo", HOST, DEADLINE_S))
     server = CallServer(HOST, prefill.handle)
     pipe.send(await server.listen())
     await asyncio.to_thread(pipe.recv)
@@ -77,7 +77,7 @@ class World:
     decode: Rank
     sink: Sink
     handler: Handler
-    maker: ChannelMaker
+    channel_factory: ChannelFactory
 
     def control(self, epoch: int = EPOCH) -> Control:
         return InProcessControl(self.handler, epoch)
@@ -92,7 +92,7 @@ class World:
                       num_tokens=offer.num_tokens, step=step, delay_s=delay_s, seal=seal)
         )  # fmt: skip
 
-    async def pull(self, offer: Offer) -> tuple[Pulled, list[int]]:
+    async def pull(self, offer: Offer) -> tuple[PullResult, list[int]]:
         """Pull into fresh pages; they are freed again if the pull fails."""
         pool = self.decode.pool
         pages = await self.decode.engine.call(
@@ -116,7 +116,7 @@ class World:
         await self.sink.idle()
         counts = self.sink.counts()
         assert (counts["pulls"], counts["staging"], counts["tasks"]) == (0, 0, 0), counts
-        self.sink._side.staging.check_integrity()
+        self.sink._endpoint.staging.check_integrity()
         self.decode.pool.check_integrity()
         assert self.decode.pool.num_free == self.decode.pool.num_pages - 1
         asked: list[str] = []
@@ -134,7 +134,7 @@ class World:
 
 
 def offer(num_tokens: int = 33, **changed: Any) -> Offer:
-    caches = LAYOUT.facts()
+    caches = LAYOUT.compatibility_facts()
     made = Offer(PROTOCOL, "p0", "p0", EPOCH, Identity(f"r{next(_ids)}"), caches, num_tokens)
     return replace(made, **changed)
 
@@ -142,15 +142,15 @@ def offer(num_tokens: int = 33, **changed: Any) -> Offer:
 @asynccontextmanager
 async def world_over(
     handler: Handler,
-    maker: ChannelMaker,
+    channel_factory: ChannelFactory,
     name: str = "",
     epoch: int = 1,
     deadlines: Deadlines = DEADLINES,
 ) -> AsyncIterator[World]:
     decode = Rank("decode", page_size=4, num_pages=100)
-    side = Side(decode.caches, decode.engine, maker, CONFIG, deadlines)
-    sink = Sink(name or f"d{next(_ids)}", epoch, side)
-    yield World(decode, sink, handler, maker)
+    endpoint = TransferEndpoint(decode.caches, decode.engine, channel_factory, CONFIG, deadlines)
+    sink = Sink(name or f"d{next(_ids)}", epoch, endpoint)
+    yield World(decode, sink, handler, channel_factory)
     await sink.close()
     assert not any(sink.counts().values()), sink.counts()
     decode.engine.stop()
@@ -158,14 +158,14 @@ async def world_over(
 
 @asynccontextmanager
 async def over_process(process: Process) -> AsyncIterator[World]:
-    door = Service("p0", EPOCH, {DOOR: (None, lambda _: process.address)})
+    door = Service("p0", EPOCH, {CALL_ADDRESS: (None, lambda _: process.address)})
     clients: dict[int, CallClient] = {}
 
     async def call(epoch: int, method: str, payload: bytes) -> bytes:
         first = InProcessControl(door.handle, EPOCH)
         return await clients.setdefault(epoch, CallClient("p0", epoch, first)).call(method, payload)
 
-    async with world_over(call, make_channels("gloo", HOST, DEADLINE_S)) as world:
+    async with world_over(call, create_channel_factory("gloo", HOST, DEADLINE_S)) as world:
         yield world
     for client in clients.values():
         await client.close()
@@ -173,9 +173,9 @@ async def over_process(process: Process) -> AsyncIterator[World]:
 
 @asynccontextmanager
 async def over_loopback() -> AsyncIterator[World]:
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker)
-    async with world_over(prefill.handle, maker) as world:
+    channel_factory = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(channel_factory)
+    async with world_over(prefill.handle, channel_factory) as world:
         yield world
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()

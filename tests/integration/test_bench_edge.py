@@ -13,7 +13,7 @@ from rich.progress import Progress
 from tandem import AsyncClient
 from tandem.cluster.bench.experiment import Trial
 from tandem.cluster.bench.options import BenchOptions
-from tandem.cluster.bench.runner import Generator, Run
+from tandem.cluster.bench.runner import LoadGenerator, Run
 from tandem.cluster.bench.stats import Slo, acceptance, measure
 from tandem.cluster.bench.workload import Job
 from tandem.core.answer import Delta, Finished
@@ -61,8 +61,8 @@ async def client(gateway: CountingGateway) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-def generator(client: AsyncClient, **options: object) -> Generator:
-    return Generator(client, options, lambda: None)  # type: ignore[arg-type]
+def generator(client: AsyncClient, **options: object) -> LoadGenerator:
+    return LoadGenerator(client, options, lambda: None)  # type: ignore[arg-type]
 
 
 async def closed(client: AsyncClient, concurrency: int, **options: object) -> Run:

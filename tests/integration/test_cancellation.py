@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks.harness.exact import near_ties
-from tandem.core.tasks import cancelled
+from tandem.core.tasks import cancel_and_wait
 from tandem.decode_node.service.rank import DecodeRank
-from tandem.kv_transfer.links import MAX_PLACES
 from tandem.kv_transfer.pages import PagePool
+from tandem.kv_transfer.peer_link import MAX_CHUNKS_PER_LINK
 from tandem.prefill_node.rank import PrefillRank
 from tests.scene import Scene, prompts, scene
 from tests.waiting import until
@@ -44,7 +44,7 @@ async def is_reached(at: Scene, phase: Awaitable[None]) -> bool:
         reaching.result()
         return True
     assert both[1].result() == "DEADLINE_EXCEEDED"
-    await cancelled(reaching)
+    await cancel_and_wait(reaching)
     return False
 
 
@@ -56,7 +56,7 @@ async def queued(at: Scene) -> None:
 async def asking(at: Scene) -> None:
     """It has asked for a row; the decode engine is in the middle of a step."""
     [decode] = at.cluster.decodes
-    await until(lambda: decode._granting and at.decode.is_asked)
+    await until(lambda: decode._pending_grants and at.decode.is_asked)
 
 
 async def without_decode_pages(at: Scene) -> None:
@@ -76,7 +76,7 @@ async def behind_another(at: Scene) -> None:
     """Its prompt waits behind that of another; its pull waits too."""
     await until(lambda: at.prefill_sequence(VICTIM), at.answer)
     sequence = at.prefill_sequence(VICTIM)
-    assert sequence is not None and sequence.num_done == 0
+    assert sequence is not None and sequence.num_computed == 0
     await until(lambda: at.has_begun(VICTIM), at.answer)
 
 
@@ -85,7 +85,7 @@ async def amid_its_prompt(at: Scene) -> None:
 
     def is_there() -> bool:
         sequence = at.prefill_sequence(VICTIM)
-        return sequence is not None and sequence.num_done >= 32
+        return sequence is not None and sequence.num_computed >= 32
 
     await until(is_there, at.prefill_on)
     await until(lambda: at.has_begun(VICTIM), at.answer)
@@ -96,12 +96,12 @@ async def amid_its_prompt(at: Scene) -> None:
 
 async def before_the_pull(at: Scene) -> None:
     """The first token is out; the channel is busy with another pull."""
-    [link] = at.cluster.decodes[0].intake._links.values()
-    for _ in range(MAX_PLACES):
-        await link._wire.acquire()
-        at.undo.append(link._wire.release)
+    [link] = at.cluster.decodes[0].kv_receiver._links.values()
+    for _ in range(MAX_CHUNKS_PER_LINK):
+        await link._slots.acquire()
+        at.undo.append(link._slots.release)
     await until(lambda: at.streams[VICTIM].tokens, at.prefill_on)
-    arriving = at.cluster.decodes[0]._arriving
+    arriving = at.cluster.decodes[0]._arrivals
     await until(lambda: any(identity.request_id == VICTIM for identity in arriving))
 
 
@@ -109,16 +109,16 @@ async def on_the_wire(at: Scene) -> None:
     """Bytes are being sent when the request ends."""
     [(_, line)] = at.cluster.prefills[0].source._channels._accepted.values()
     channel = await line.channel()
-    post, goes_on = channel._wire.post, asyncio.Event()
+    post, goes_on = channel._transport.post, asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def slow(*transfer: object) -> object:
         asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result()
         return post(*transfer)
 
-    channel._wire.post = slow
+    channel._transport.post = slow
     at.undo.append(goes_on.set)
-    staging = at.cluster.prefills[0].source._side.staging
+    staging = at.cluster.prefills[0].source._endpoint.staging
     await until(lambda: at.streams[VICTIM].tokens and staging.num_taken, at.prefill_on)
 
 
@@ -256,7 +256,7 @@ async def test_who_is_ended_twice_keeps_its_pages_until_nothing_writes_them(
     """An abort may come twice, or with a sweep."""
     async with scene(small_model) as at:
         [decode] = at.cluster.decodes
-        caches, goes_on = decode.intake._side.caches, threading.Event()
+        caches, goes_on = decode.kv_receiver._endpoint.caches, threading.Event()
         scatter, writing = caches.scatter, []
 
         def slow(*given: Any) -> None:
@@ -267,7 +267,7 @@ async def test_who_is_ended_twice_keeps_its_pages_until_nothing_writes_them(
         caches.scatter = slow
         at.ask(VICTIM, prompts(1, 60)[0], 30)
         await until(lambda: writing, at.prefill_on)
-        [identity] = decode._arriving
+        [identity] = decode._arrivals
         ends = [asyncio.create_task(decode._end(identity)) for _ in range(2)]
         try:
             for _ in range(MAX_STEPS):

@@ -13,7 +13,7 @@ import torch
 
 from tandem.core.errors import HandoverError
 from tandem.kv_transfer.base import Channel, Direction
-from tandem.kv_transfer.channel import make_channels
+from tandem.kv_transfer.channel import create_channel_factory
 from tandem.kv_transfer.staging import StagingPool
 from tests.faulty import watched
 from tests.forks import forks
@@ -26,12 +26,12 @@ DEADLINE_S = 2.0
 def sender_process(pipe: Connection) -> None:
     """P: makes and uses channels as told, until told to stop."""
     torch.set_num_threads(1)
-    maker = make_channels("gloo", HOST, DEADLINE_S)
-    pipe.send(maker.listen())
+    channel_factory = create_channel_factory("gloo", HOST, DEADLINE_S)
+    pipe.send(channel_factory.listen())
     channel: Channel | None = None
     while (order := pipe.recv())[0] != "stop":
         if order[0] == "accept":
-            channel = maker.accept(order[1], "d")
+            channel = channel_factory.accept(order[1], "d")
         elif order[0] == "send":
             assert channel is not None
             channel.send(torch.arange(order[1], dtype=torch.int64)).done.result()
@@ -49,14 +49,14 @@ class Peer:
         self.process = context.Process(target=sender_process, args=(theirs,), daemon=True)
         self.process.start()
         self.address = self.pipe.recv()
-        self.maker = make_channels("gloo", HOST, DEADLINE_S)
+        self.channel_factory = create_channel_factory("gloo", HOST, DEADLINE_S)
         self.num_channels = 0
 
     def connect(self) -> Channel:
         self.num_channels += 1
         nonce = f"nonce-{self.num_channels}"
         self.pipe.send(("accept", nonce))
-        channel = self.maker.connect(self.address, nonce, "p")
+        channel = self.channel_factory.connect(self.address, nonce, "p")
         assert self.pipe.recv() == "done"
         return channel
 
@@ -241,30 +241,30 @@ class Deaf:
 
 
 def test_memory_comes_free_also_when_a_transfer_ends_well_after_its_channel() -> None:
-    wire = Deaf()
-    channel = Channel(wire, "p", PATIENCE_S)
+    transport = Deaf()
+    channel = Channel(transport, "p", PATIENCE_S)
     begun = watched(channel)
     transfer = channel.recv(torch.zeros(1))
     wait_until(lambda: bool(begun))
     channel.abort("its hand-over was cancelled")
-    wire.has_arrived.set()
+    transport.has_arrived.set()
     channel.terminal.result(PATIENCE_S)
     with pytest.raises(HandoverError, match="cancelled"):
         transfer.done.result()
-    assert wire.is_destroyed and threads() == []
+    assert transport.is_destroyed and threads() == []
 
 
 def test_nobody_at_the_rendezvous_is_a_named_error() -> None:
-    maker = make_channels("gloo", HOST, timeout_s=0.5)  # time: its deadline
-    address = maker.listen()
+    channel_factory = create_channel_factory("gloo", HOST, timeout_s=0.5)  # time: its deadline
+    address = channel_factory.listen()
     with pytest.raises(HandoverError, match="channel gloo:p at 127.0.0.1"):
-        maker.connect(address, "nobody", "p")
+        channel_factory.connect(address, "nobody", "p")
     assert threads() == []
 
 
 def test_the_rendezvous_listens_on_its_address_only() -> None:
-    maker = make_channels("gloo", HOST)
-    port = int(maker.listen().rsplit(":", 1)[1])
+    channel_factory = create_channel_factory("gloo", HOST)
+    port = int(channel_factory.listen().rsplit(":", 1)[1])
     listening = []
     for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         with open(path) as table:
@@ -275,6 +275,6 @@ def test_the_rendezvous_listens_on_its_address_only() -> None:
 
 def test_wrong_settings_are_the_users_mistake() -> None:
     with pytest.raises(ValueError, match="kv_transfer.backend"):
-        make_channels("mpi", HOST)
+        create_channel_factory("mpi", HOST)
     with pytest.raises(ValueError, match="cannot listen"):
-        make_channels("gloo", "192.0.2.1").listen()
+        create_channel_factory("gloo", "192.0.2.1").listen()

@@ -94,7 +94,7 @@ async def test_a_stream_is_tried_again_for_a_time_and_not_a_number_of_times(
 async def test_whoever_answers_that_it_is_not_ready_is_no_stranger(
     monkeypatch: pytest.MonkeyPatch, server: Server, gateway: EchoGateway
 ) -> None:
-    monkeypatch.setattr(stream, "UNKNOWN_S", 0.0)
+    monkeypatch.setattr(stream, "UNREACHABLE_TIMEOUT_S", 0.0)
     gateway.failures = [(0, RankLost("no rank"))] * 6
     async with AsyncClient(server.address, backoff_s=0.01) as client:
         assert len((await client.complete("abc", max_tokens=9)).token_ids) == 9
@@ -104,7 +104,7 @@ async def test_whoever_answers_that_it_is_not_ready_is_no_stranger(
 async def test_where_nobody_ever_answered_it_is_soon_told_how_to_start_a_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(stream, "UNKNOWN_S", 0.3)
+    monkeypatch.setattr(stream, "UNREACHABLE_TIMEOUT_S", 0.3)
     hint = "nobody answers at 127.0.0.1:1; start a server there with `tandem serve --set "
     async with AsyncClient("127.0.0.1:1") as client:
         for call in (client.complete("abc"), client.status()):

@@ -123,8 +123,8 @@ async def test_a_hostile_class_under_64_requests(hostile: str) -> None:
                 told.append([one.token_ids for one in await asyncio.gather(*asking)])
             await cluster.check_empty()
             [decode] = cluster.decodes
-            trouble = decode.engine.programs.form
-            theirs = getattr(decode.engine._loaded.drafter, "_theirs", None)
+            trouble = decode.engine.programs.exec_mode_status
+            theirs = getattr(decode.engine._loaded.drafter, "_user_drafter", None)
             if isinstance(theirs, Hangs):
                 theirs.let_go.set()
     assert told[0] == told[1] and f"{hostile} failed" in trouble and "it is off" in trouble

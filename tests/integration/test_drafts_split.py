@@ -44,10 +44,10 @@ def modules_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Heard(Spy):
     """The drafts of real rows alone, by the last token that each has."""
 
-    def draft(self, own: Any, view: Any, *rest: Any) -> Any:
-        drafts = self.inner.draft(own, view, *rest)  # type: ignore[attr-defined]
-        if view.real_B.any():
-            self.drafts += drafts.tokens_BN[view.real_B].tolist()
+    def draft(self, state: Any, context: Any, *rest: Any) -> Any:
+        drafts = self.inner.draft(state, context, *rest)  # type: ignore[attr-defined]
+        if context.real_B.any():
+            self.drafts += drafts.tokens_BN[context.real_B].tolist()
         return drafts
 
 
@@ -108,14 +108,14 @@ async def test_pages_that_may_be_shared_stay_as_they_were(
     modules_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     published: dict[int, list[Tensor]] = {}
-    publish = PrefixCache.publish
+    publish = PrefixCache.insert
 
     def told(self: PrefixCache, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         publish(self, token_ids, pages)
         for page in self._pages.values():
             published.setdefault(page, [cache[page].clone() for cache in caches])
 
-    monkeypatch.setattr(PrefixCache, "publish", told)
+    monkeypatch.setattr(PrefixCache, "insert", told)
     async with rig(modules_model, *SETS, "mode=colocated") as cluster:
         [decode] = cluster.decodes
         caches = [one for group in decode._parts.caches.values() for one in group]

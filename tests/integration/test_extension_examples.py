@@ -8,7 +8,7 @@ from tests.example_patches import NEEDED, plant, run
 def test_a_second_entrypoint_answers_and_refuses_as_the_first(
     small_model: Path, tmp_path: Path
 ) -> None:
-    plant("echo_door", tmp_path)
+    plant("echo_server", tmp_path)
     run(tmp_path, "tests.integration.second_entrypoint", str(small_model))
 
 
@@ -18,5 +18,5 @@ def test_a_drafter_of_ones_own_changes_no_token(small_model: Path, tmp_path: Pat
 
 
 def test_a_counter_shows_up_in_the_status(small_model: Path, tmp_path: Path) -> None:
-    plant("told_counter", tmp_path)
-    run(tmp_path, "tests.integration.told_counter", str(small_model))
+    plant("update_counter", tmp_path)
+    run(tmp_path, "tests.integration.update_counter", str(small_model))

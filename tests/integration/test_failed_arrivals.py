@@ -19,15 +19,15 @@ BUG = KeyError("a fault of the rank's own")
 
 
 def scatter(cluster: Rig) -> tuple[Any, str]:
-    return cluster.decodes[0].intake._side.caches, "scatter"
+    return cluster.decodes[0].kv_receiver._endpoint.caches, "scatter"
 
 
 def begin(cluster: Rig) -> tuple[Any, str]:
     return cluster.decodes[0].engine._launcher.rows, "begin"
 
 
-def find_owner(cluster: Rig) -> tuple[Any, str]:
-    return cluster.decodes[0], "_find_owner"
+def find_control(cluster: Rig) -> tuple[Any, str]:
+    return cluster.decodes[0], "_find_control"
 
 
 def failing_once(function: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ def failing_once(function: Callable[..., Any], error: Exception) -> Callable[...
 
 
 @pytest.mark.parametrize("error", [ON_CPU, ON_GPU, BUG], ids=["cpu", "gpu", "bug"])
-@pytest.mark.parametrize("place", [scatter, begin, find_owner])
+@pytest.mark.parametrize("place", [scatter, begin, find_control])
 async def test_one_error_between_pull_and_first_step_costs_no_answer(
     small_model: Path, place: Callable[[Rig], tuple[Any, str]], error: Exception
 ) -> None:

@@ -16,8 +16,8 @@ from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.core.config import TandemConfig
 from tandem.core.errors import HandoverError
-from tandem.kv_transfer.links import MAX_PLACES
-from tandem.kv_transfer.side import Deadlines, Side
+from tandem.kv_transfer.endpoint import Deadlines, TransferEndpoint
+from tandem.kv_transfer.peer_link import MAX_CHUNKS_PER_LINK
 from tandem.runtime import parts
 from tests.faulty import WARM, Fault, FaultyChannels, faulty_client
 from tests.integration.handover_peer import EPOCH, HOST, Prefill
@@ -64,8 +64,8 @@ def is_settled(world: World, prefill: Prefill) -> bool:
 
 async def settle(world: World, prefill: Prefill) -> None:
     await until(lambda: is_settled(world, prefill))
-    world.sink._side.staging.check_integrity()
-    prefill.source._side.staging.check_integrity()
+    world.sink._endpoint.staging.check_integrity()
+    prefill.source._endpoint.staging.check_integrity()
 
 
 async def fail_by(fault: Fault, world: World, prefill: Prefill) -> None:
@@ -105,7 +105,7 @@ async def test_set_up_that_hangs_is_abandoned_and_leaves_nothing_registered(
         fault = makers[end].faulty.fault = Fault("join", hangs=True)
         for _ in range(2):
             with pytest.raises(HandoverError):
-                await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
+                await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
         await settle(world, prefill)
         assert prefill.source.counts()["channels"] == world.sink.counts()["channels"] == 0
         assert "its thread is abandoned" in caplog.text
@@ -132,7 +132,7 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
         await world.sink.idle()
         await prefill.source.idle()
         held = world.sink if end == "d" else prefill.source
-        assert 1 <= held.counts()["staging"] <= MAX_PLACES
+        assert 1 <= held.counts()["staging"] <= MAX_CHUNKS_PER_LINK
         await until(lambda: "its staging stays in quarantine" in caplog.text)
         fault.over()
         await settle(world, prefill)
@@ -143,7 +143,7 @@ async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -
     """A half of it, for however long, does not end it."""
     deadlines = replace(DEADLINES, idle_s=0.4, quarantine_s=0.2)
     async with faulty_world(deadlines) as (world, prefill, makers):
-        side = (world.sink if end == "d" else prefill.source)._side
+        side = (world.sink if end == "d" else prefill.source)._endpoint
         engine, fault = side.engine, Fault("destroy", hangs=True)
         makers[end].faulty.fault = fault
         num_half, num_lost = side.staging.num_buffers // 2, side.staging.num_quarantined
@@ -160,7 +160,7 @@ async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -
         await until(lambda: not side.staging.num_quarantined())
 
 
-async def sweeps(side: Side) -> None:
+async def sweeps(side: TransferEndpoint) -> None:
     """Three looks at staging."""
     looks, look = asyncio.Semaphore(0), side.check_staging
 
@@ -180,7 +180,7 @@ async def test_staging_in_quarantine_is_told_in_the_status_of_its_rank(
     def faulty(config: TandemConfig, kind: str, host: str) -> FaultyChannels:
         return FaultyChannels(host, TIMEOUT_S)
 
-    monkeypatch.setattr(parts, "channel_maker", faulty)
+    monkeypatch.setattr(parts, "channel_factory_from_config", faulty)
     sets = ("server.address=127.0.0.1:0", "kv.num_pages=60", "kv.page_size=16")
     async with (
         rig(small_model, *sets) as cluster,
@@ -195,12 +195,12 @@ async def test_staging_in_quarantine_is_told_in_the_status_of_its_rank(
             return {node.kind: node.num_quarantined for node in status.ranks}["decode"]
 
         assert await told() == 0
-        fault = decode.intake._side.maker.faulty.fault  # type: ignore[attr-defined]
+        fault = decode.kv_receiver._endpoint.channel_factory.faulty.fault  # type: ignore[attr-defined]
         fault.call, fault.hangs = "destroy", True
         # Each attempt is worth a token: that of prefill.
         await cluster.complete(greedy("r", prompts(1, 9)[0], 2, ignore_eos=True))
         assert await told() > 0
         fault.over()
-        await until(lambda: not decode.intake.counts()["quarantined"])
+        await until(lambda: not decode.kv_receiver.counts()["quarantined"])
         assert await told() == 0
         await cluster.check_empty()

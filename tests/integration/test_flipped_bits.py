@@ -8,9 +8,9 @@ import torch
 
 from tandem.core.errors import HandoverError
 from tandem.kv_transfer.caches import PagedCaches
-from tandem.kv_transfer.offered import Computed
+from tandem.kv_transfer.checksums import PageChecksums
+from tandem.kv_transfer.offer_book import ComputedPrefix
 from tandem.kv_transfer.pages import PagePool
-from tandem.kv_transfer.sums import PageSums
 from tests.integration.handover_peer import DEADLINE_S, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels
@@ -65,7 +65,7 @@ def read(prefill: Prefill, world: World) -> None:
     handle = world.handler
 
     async def flipping(epoch: int, method: str, payload: bytes) -> bytes:
-        if method == "sums":
+        if method == "checksums":
             [pages] = prefill.pages.values()
             flip(prefill.layers()[3][prefill.slots(pages, 0, 1)[0]])
         return await handle(epoch, method, payload)
@@ -76,9 +76,9 @@ def read(prefill: Prefill, world: World) -> None:
 @pytest.mark.parametrize("where", [sent, received, written, read])
 async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], None]) -> None:
     """Without one it does not: all tests of hand-overs compare sums."""
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker, lease_s=PATIENCE_S)
-    async with world_over(prefill.handle, maker) as world:
+    channel_factory = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
+    async with world_over(prefill.handle, channel_factory) as world:
         where(prefill, world)
         await world.prefill(asked := offer(NUM_TOKENS))
         with pytest.raises(HandoverError, match="other bits than prefill has"):
@@ -94,9 +94,9 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
     has a sum of its own."""
     pool = PagePool(9, page_size=4)
     tensors = [torch.rand(9 * 4, width) for _ in range(2)]
-    sums = PageSums(PagedCaches({"main": tensors}, pool, "float32", "tiny"))
+    sums = PageChecksums(PagedCaches({"main": tensors}, pool, "float32", "tiny"))
     pages = tuple(pool.allocate(3))
-    now = Computed(10, pages, pool.generations(pages))
+    now = ComputedPrefix(10, pages, pool.generations(pages))
     first = sums.of(now).groups["main"]
     for tensor in tensors:
         for page in pages:
@@ -107,7 +107,7 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
     assert len({*first, *second}) == 4
     pool.release([pages[0]])
     assert pool.allocate(1) == [pages[0]]
-    later = sums.of(Computed(10, pages, pool.generations(pages))).groups["main"]
+    later = sums.of(ComputedPrefix(10, pages, pool.generations(pages))).groups["main"]
     assert later[0] not in first and later[1] == first[1]
 
 
@@ -118,7 +118,7 @@ def test_layers_that_change_places_are_found() -> None:
     caches = PagedCaches({"main": layers}, pool, "float32", "tiny")
 
     def summed() -> tuple[int, ...]:
-        return PageSums(caches).of(Computed(4, (1, 2), (0, 0))).groups["main"]
+        return PageChecksums(caches).of(ComputedPrefix(4, (1, 2), (0, 0))).groups["main"]
 
     whole = summed()
     first, second = (layer.clone() for layer in layers)
@@ -140,7 +140,7 @@ def test_every_bit_counts() -> None:
     word_T = layer.view(torch.int64)[2:5].view(-1)
 
     def summed() -> tuple[int, ...]:
-        return PageSums(caches).of(Computed(3, (1, 2), (0, 0))).groups["main"]
+        return PageChecksums(caches).of(ComputedPrefix(3, (1, 2), (0, 0))).groups["main"]
 
     whole, found = summed(), set()
     for bit in range(64):

@@ -21,7 +21,7 @@ from benchmarks.harness.procs import Serving, serving
 from tandem import AsyncClient
 from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.proto import tandem_pb2 as pb
-from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.cluster.proto.grpc_settings import STREAM_KEY
 from tandem.core.config import TINY_MODEL
 from tests.fuzz import NAMES, mutated, ordinary, wild
 from tests.waiting import until

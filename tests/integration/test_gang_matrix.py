@@ -73,7 +73,9 @@ async def serve_and_check(cluster: Rig, small_model: Path) -> None:
     ties = [tie for request, (ids, _, _) in answers for tie in check(small_model, request, ids)]
     assert len(ties) <= 1, ties
     for gang in (cluster.prefills, cluster.decodes):
-        assert len({rank.loop.watch.place().step for rank in gang}) == 1, "all are in step"
+        assert len({rank.loop.stall_detector.position().step for rank in gang}) == 1, (
+            "all are in step"
+        )
         assert all(rank.loop.failure is None for rank in gang)
     served = [rank.spec.rank for rank in cluster.decodes if rank.engine.step_s > 0]
     assert len(served) == len(cluster.decodes)

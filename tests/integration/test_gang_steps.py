@@ -16,11 +16,11 @@ from benchmarks.harness.exact import near_ties
 from tandem.core.errors import EpochEnded, HandoverError, ProgramFailed, RankLost, StepFailed
 from tandem.core.request import Request, SamplingParams
 from tandem.decode_node.planning.step_plan import StepKey, StepPlan
-from tandem.decode_node.program.programs import Prepared, Programs, StepResult
+from tandem.decode_node.program.programs import PreparedStep, Programs, StepResult
 from tandem.decode_node.service.rank import DecodeRank
 from tandem.model.kernels.base import Kernels
-from tandem.model.kernels.repeated import Function
-from tandem.model.network.dispatch.spread import Spread
+from tandem.model.kernels.replayable import Function
+from tandem.model.network.dispatch.expert_parallel import ExpertParallelDispatch
 from tandem.runtime.gang.collectives import Collectives
 from tests.integration.test_preemption import watch
 from tests.rig import Rig, rig
@@ -94,16 +94,16 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
     for the balance; then they park."""
     more, here, num_here = (
         ("speculation.profile_at_startup=true", "decode.max_num_seqs=4"),
-        Spread.here,
+        ExpertParallelDispatch.local_slots,
         [],
     )
 
-    def watched(self: Spread, layer: int, slots_NK: Tensor) -> Tensor:
+    def watched(self: ExpertParallelDispatch, layer: int, slots_NK: Tensor) -> Tensor:
         local_NK = here(self, layer, slots_NK)
         num_here.append(int((local_NK < self.num_slots).sum()))
         return local_NK
 
-    monkeypatch.setattr(Spread, "here", watched)
+    monkeypatch.setattr(ExpertParallelDispatch, "local_slots", watched)
     async with rig(small_model, *SETS, *more) as cluster:
         ranks = cluster.decodes
         dispatches = [rank.engine._loaded.dispatch for rank in ranks]
@@ -137,14 +137,14 @@ class Captured:
 
 
 class Capturing(Kernels):
-    form, keeps_outputs, reads_pages = "captured", True, True
+    exec_mode, owns_outputs, reads_paged_cache = "captured", True, True
 
-    def repeated(self, function: Function) -> Captured:
+    def make_replayable(self, function: Function) -> Captured:
         return Captured(function)
 
 
 def keys_of(programs: Programs) -> set[tuple[int, StepKey]]:
-    return {(number, key) for number, (key, _) in programs.kept.items()}
+    return {(number, key) for number, (key, _) in programs.functions.items()}
 
 
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
@@ -155,17 +155,17 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     programs, close, left = list[Programs](), Collectives.close, dict[int, int]()
 
     def closed(self: Collectives) -> None:
-        left.setdefault(self.rank, len(programs[self.rank].kept))
+        left.setdefault(self.rank, len(programs[self.rank].functions))
         close(self)
 
     monkeypatch.setattr(Collectives, "close", closed)
 
-    def noted(self: Programs, step: Prepared) -> StepResult:
+    def noted(self: Programs, step: PreparedStep) -> StepResult:
         ran.setdefault(self, []).append(step.plan)
         return run(self, step)
 
     monkeypatch.setattr(Programs, "run", noted)
-    monkeypatch.setattr(Spread, "why_eager", "")
+    monkeypatch.setattr(ExpertParallelDispatch, "eager_reason", "")
     monkeypatch.setattr("tandem.model.loaded.create_kernels", lambda *asked, **more: Capturing())
     async with rig(small_model, *SETS, "decode.max_num_seqs=4") as cluster:
         ranks = cluster.decodes
@@ -184,10 +184,10 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
             await until(lambda: not any(rank.engine.has_work() for rank in ranks))
             assert keys_of(programs[0]) == keys_of(programs[1])
         assert ran[programs[0]] == ran[programs[1]]
-        assert {plan.number is None for plan in ran[programs[0]]} == {True, False}
+        assert {plan.program_id is None for plan in ran[programs[0]]} == {True, False}
         assert keys_of(programs[0]) - usual, "what was eager is made when nobody has work"
         await cluster.check_empty()
-    assert not any(program.kept for program in programs)
+    assert not any(program.functions for program in programs)
     assert left == {0: 0, 1: 0}, "before their group ends"
     assert "has not ended in order" not in caplog.text
 
@@ -211,7 +211,7 @@ async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
             for request, task in zip(asked, tasks, strict=True):
                 assert is_exact(small_model, request, await task)
         assert all(one.loop.failure is None for one in cluster.decodes)
-        assert len({one.loop.watch.place().step for one in cluster.decodes}) == 1
+        assert len({one.loop.stall_detector.position().step for one in cluster.decodes}) == 1
         await cluster.check_empty()
 
 
@@ -254,7 +254,7 @@ async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(small_model:
         asked = requests(6)
         async with running(cluster, asked[:4]) as tasks:
             rank = min(cluster.decodes, key=num_active)
-            failed = fail_once(rank.intake, "pull", HandoverError("the wire broke"))
+            failed = fail_once(rank.kv_receiver, "pull", HandoverError("the wire broke"))
             late = await asyncio.gather(*map(cluster.complete, asked[4:]))
             for request, task in zip(asked, tasks, strict=False):
                 assert is_exact(small_model, request, await task)
@@ -332,7 +332,9 @@ async def test_a_fed_drafter_that_fails_costs_its_rank_one_steps_drafts(small_mo
         answers = await asyncio.gather(*map(cluster.complete, asked))
         for request, (ids, _, _) in zip(asked, answers, strict=True):
             assert is_exact(small_model, request, ids)
-        assert [rank.engine.programs._feeder.num_lost for rank in cluster.decodes] == [0, 1]
+        assert [
+            rank.engine.programs._host_drafts.num_draftless_steps for rank in cluster.decodes
+        ] == [0, 1]
         assert all(rank.loop.failure is None for rank in cluster.decodes)
         assert not cluster.members.reports
         await cluster.check_empty()

@@ -12,7 +12,7 @@ from tandem.cluster.entrypoints import grpc_server, uploads
 from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES
 from tandem.core.config import load
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import stub_of
@@ -36,7 +36,7 @@ async def send_halves(attacker: Connection, num: int) -> list[int]:
 
 
 async def test_half_messages_are_ended_with_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "UPLOAD_S", 0.3)
+    monkeypatch.setattr(uploads, "UPLOAD_TIMEOUT_S", 0.3)
     async with echo_server(EchoGateway()) as server, connection(server.address) as attacker:
         streams = await send_halves(attacker, 4)
         await until(lambda: attacker.ended.keys() >= set(streams))
@@ -50,8 +50,8 @@ async def test_many_half_messages_hold_little_memory_and_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both behind one connection: an honest call waits for a turn at most."""
-    monkeypatch.setattr(uploads, "UPLOAD_S", 1.0)
-    monkeypatch.setattr(uploads, "CONTENDED_UPLOAD_S", 0.05)
+    monkeypatch.setattr(uploads, "UPLOAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(uploads, "CONTENDED_UPLOAD_TIMEOUT_S", 0.05)
     async with echo_server(EchoGateway()) as server, connection(server.address) as attacker:
         before = memory_mb()
         sending = asyncio.create_task(send_halves(attacker, 200))
@@ -76,7 +76,7 @@ async def test_a_call_without_a_message_is_refused() -> None:
 
 async def test_a_message_may_be_as_long_as_the_context_needs() -> None:
     bound = uploads.max_message_bytes(load(None, ["model.max_model_len=1000"]))
-    assert bound == uploads.FIXED_MESSAGE_BYTES + 1000 * uploads.BYTES_PER_TOKEN
+    assert bound == uploads.BASE_MESSAGE_BYTES + 1000 * uploads.BYTES_PER_TOKEN
     longest = load(None, ["model.max_model_len=100000000"])
     assert uploads.max_message_bytes(longest) == MAX_MESSAGE_BYTES
     sets = ["server.address=127.0.0.1:0", "model.max_model_len=1000"]

@@ -12,9 +12,9 @@ import pytest
 
 from tandem.core.errors import HandoverError, LayoutMismatch, RankLost, StalePages
 from tandem.core.identity import Identity
+from tandem.kv_transfer.endpoint import TransferEndpoint
 from tandem.kv_transfer.layout import Layout
 from tandem.kv_transfer.messages import Offer
-from tandem.kv_transfer.side import Side
 from tandem.kv_transfer.sink import Sink
 from tests.integration.handover_peer import (
     CONFIG,
@@ -65,7 +65,7 @@ async def test_bytes_are_equal_and_counted(world: World) -> None:
     await running
     await world.check_bytes(asked, pages)
     stats = pulled.stats
-    assert stats.bytes == 33 * BYTES_PER_TOKEN and stats.backend == world.maker.backend
+    assert stats.bytes == 33 * BYTES_PER_TOKEN and stats.backend == world.channel_factory.backend
     assert 0 < stats.seconds < seconds  # time: of its own clock, within that of ours
     assert (pulled.seal.first_token, pulled.seal.features_dtype) == (77, "float32")
     assert pulled.seal.features is not None and struct.unpack("4f", pulled.seal.features)[3] == 4.0
@@ -84,7 +84,7 @@ async def test_lengths_around_page_borders(world: World, num_tokens: int) -> Non
 
 async def test_a_pull_follows_a_chunked_prefill(world: World) -> None:
     asked = offer(60)
-    await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
+    await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
     pulling = asyncio.create_task(world.pull(asked))
     await until(lambda: waits(world))
     await world.tell("open", **named(asked))
@@ -178,7 +178,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
     ("changed", "error", "text"),
     [
         ({"epoch": 1}, RankLost, "epoch 1 was asked for, this is 2"),
-        ({"protocol": 9}, LayoutMismatch, "protocol: 8 here, 9 there"),
+        ({"protocol": 10}, LayoutMismatch, "protocol: 9 here, 10 there"),
         ({"caches": ("dtype: f00",)}, LayoutMismatch, "decode wants .*; prefill has dtype: f00"),
         ({"num_tokens": 21}, HandoverError, "sealed at 20 tokens, 21 were offered"),
         ({"num_tokens": 19}, HandoverError, "20 tokens reported.*19 were offered"),
@@ -210,9 +210,13 @@ async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> 
 async def test_another_layout_is_refused_by_field(world: World) -> None:
     narrow = Layout((LAYOUT.groups[0],), "bfloat16", "tiny")
     rank = Rank("narrow", 4, 10, narrow)
-    sink = Sink("narrow", 1, Side(rank.caches, rank.engine, world.maker, CONFIG, DEADLINES))
+    sink = Sink(
+        "narrow",
+        1,
+        TransferEndpoint(rank.caches, rank.engine, world.channel_factory, CONFIG, DEADLINES),
+    )
     with pytest.raises(LayoutMismatch) as caught:
-        await sink._link("p0", "p0", EPOCH, world.control()).ready()
+        await sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
     told = "decode wants dtype: bfloat16; prefill has dtype: float32"
     assert told in str(caught.value) and "main" not in str(caught.value)
     await sink.close()
@@ -233,8 +237,8 @@ async def test_cancelling_while_waiting_for_prefill_frees_everything(world: Worl
 
 
 async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world: World) -> None:
-    await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
-    channel = await world.sink._links["p0"].ready()
+    await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
+    channel = await world.sink._links["p0"].ensure_channel()
     await world.tell("hold_sends")
     asked = offer(40)
     running = world.prefill(asked)
@@ -248,7 +252,7 @@ async def test_cancelling_on_the_wire_keeps_the_channel_and_writes_nothing(world
     await running
     await world.check_clean(channels=1)
     assert not any(cache.any() for cache in world.decode.layers()), "a late scatter"
-    assert await world.sink._links["p0"].ready() == channel
+    assert await world.sink._links["p0"].ensure_channel() == channel
 
 
 async def test_a_failed_prefill_is_told_by_name(world: World) -> None:
@@ -282,7 +286,7 @@ async def test_two_lives_of_one_owner(world: World) -> None:
 async def test_death_of_prefill_in_a_pull_frees_the_decode_side(in_gather: bool) -> None:
     process = Process()
     async with over_process(process) as world:
-        await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
+        await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
         if in_gather:
             await world.tell("die", in_gather=True)
             await world.prefill(offer_ := offer(40))

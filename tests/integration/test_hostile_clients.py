@@ -15,7 +15,7 @@ from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.cluster.proto.grpc_settings import RETRY_AFTER_KEY
 from tandem.core.answer import Delta, Finished
 from tandem.core.request import Request
 from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_server
@@ -39,9 +39,9 @@ class HeldTokenizer(ByteTokenizer):
 
 
 class Flood(EchoGateway):
-    """Answers without end; ``num_told`` stands still while the client does not read."""
+    """Answers without end; ``num_updates`` stands still while the client does not read."""
 
-    num_told = 0
+    num_updates = 0
 
     async def generate(
         self, request: Request, aborted: asyncio.Event
@@ -49,7 +49,7 @@ class Flood(EchoGateway):
         self.requests.append(request)
         try:
             while True:
-                self.num_told += 1
+                self.num_updates += 1
                 yield Delta(0, (5,), "x" * 3900)
         finally:
             self.num_closed += 1
@@ -57,8 +57,8 @@ class Flood(EchoGateway):
     async def blocked(self) -> None:
         """Nothing more was told for a while, in which a client that reads is told much."""
         before = -1
-        while before != self.num_told or not before:
-            before = self.num_told
+        while before != self.num_updates or not before:
+            before = self.num_updates
             await asyncio.sleep(0.2)  # time: too short a one ends the test's own part early
 
 

@@ -44,7 +44,7 @@ class AnyResume(EchoGateway):
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_it_does_what_it_is_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "UPLOAD_S", 0.2)
+    monkeypatch.setattr(uploads, "UPLOAD_TIMEOUT_S", 0.2)
     monkeypatch.setattr(http_limits, "MAX_HTTP_CONNECTIONS", 8)
     monkeypatch.setattr(silent, "NUM_GRPC", 10)
     monkeypatch.setattr(silent, "NUM_HTTP", 12)

@@ -136,7 +136,7 @@ async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
             name: asyncio.create_task(_pieces(client, prompt=name, request_id=name, n=2, **how))
             for name in ("aborted", "left")
         }
-        await until(lambda: len(cluster.gateway.running) == 3)
+        await until(lambda: len(cluster.gateway.open_answers) == 3)
         found = await samples(server)
         assert number(found, "num_requests_running") == 1
         assert number(found, "num_requests_waiting") == 4
@@ -170,7 +170,7 @@ async def test_a_call_that_fails_leaves_an_answer_incomplete() -> None:
 async def test_an_answer_that_is_only_left_unread_counts_no_more() -> None:
     async with unread("kv.num_pages=300", "kv.page_size=16") as (cluster, server):
         scheduler = cluster.decodes[0].engine.scheduler
-        running = cluster.gateway.running
+        running = cluster.gateway.open_answers
         await until(lambda: not scheduler.sequences and not sum(map(len, running)))
         assert server._streams, "its client has not read it"
         found = await samples(server)
@@ -181,10 +181,10 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
     async with served() as (cluster, server, client):
         before = {key for key in await samples(server) if key[0] == "tandem_rank_info"}
         programs = cluster.decodes[0].engine.programs
-        programs.refused = {}  # not those of the weights, which other clusters share
+        programs.uncapturable = {}  # not those of the weights, which other clusters share
         for num in (1, 2, 57):
-            programs._feeder.num_lost = num
-            programs.refused[StepKey(0, 0, num)] = f"a program could not be made: {num}"
+            programs._host_drafts.num_draftless_steps = num
+            programs.uncapturable[StepKey(0, 0, num)] = f"a program could not be made: {num}"
             await server_refreshed(cluster, num)
             found = await samples(server)
             assert {key for key in found if key[0] == "tandem_rank_info"} == before
@@ -201,7 +201,7 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
 async def server_refreshed(cluster: Rig, num: int) -> None:
     """Wait for a heartbeat that counts so many lost steps."""
     [rank] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
-    await until(lambda: rank.beat.held.counters["num_draftless_steps"] == num)
+    await until(lambda: rank.heartbeat.load.counters["num_draftless_steps"] == num)
 
 
 async def test_probes_say_what_health_says() -> None:
@@ -211,7 +211,7 @@ async def test_probes_say_what_health_says() -> None:
         await server.attach(cluster.gateway)
         assert await ask(server, "/readyz") == (200, "serving\n")
         [decode] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
-        decode.liveness.end(RuntimeError("it died"))
+        decode.liveness.mark_lost(RuntimeError("it died"))
         assert await ask(server, "/readyz") == (503, "not serving\n")
         assert (await ask(server, "/livez"))[0] == 200
         await until(lambda: cluster.gateway.is_healthy())
@@ -253,7 +253,9 @@ async def test_ranks_and_gangs_by_name() -> None:
     async with served() as (cluster, server, _):
         prefill, decode = cluster.members.membership.gangs
         ranks = cluster.gateway.fleet.ranks.values()
-        await until(lambda: all(r.beat and r.beat.held.counters["num_steps"] for r in ranks))
+        await until(
+            lambda: all(r.heartbeat and r.heartbeat.load.counters["num_steps"] for r in ranks)
+        )
         found = await samples(server)
         assert found["tandem_kv_cache_usage_perc", _rank("decode-0", "decode")] == 0
         assert found["tandem_rank_up", _rank("prefill-0", "prefill")] == 1
@@ -261,7 +263,7 @@ async def test_ranks_and_gangs_by_name() -> None:
         state = ("gang", odd), ("kind", "decode"), ("state", LOST)
         ended = replace(decode, name=odd, state=LOST, members=(), num_deaths=1)
         cluster.members.tell(prefill, decode, ended)
-        await until(lambda: len(cluster.gateway.fleet.applied.gangs) == 3)
+        await until(lambda: len(cluster.gateway.fleet.membership.gangs) == 3)
         found = await samples(server)
         assert found["tandem_gang_state", state] == 1
         assert found["tandem_gang_deaths_total", state[:2]] == 1

@@ -74,7 +74,7 @@ async def check_others(address: str) -> None:
 async def test_idle_streams_of_one_connection_are_few(method: str) -> None:
     async with echo_server(EchoGateway()) as server, connected(server.address) as channel:
         streams: list[grpc.aio.Call] = []
-        most = calls.MAX_IDLE_OF_CONNECTION if method != REFLECTIONS[1] else 0
+        most = calls.MAX_IDLE_PER_CONNECTION if method != REFLECTIONS[1] else 0
         for _ in range(NUM // AT_ONCE):
             streams.extend(idle_stream(channel, method) for _ in range(AT_ONCE))
             await until(lambda: sum(stream.done() for stream in streams) == len(streams) - most)
@@ -88,7 +88,7 @@ async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And each gives its place back, whoever ends it."""
-    monkeypatch.setattr(calls, "MAX_IDLE", 3)
+    monkeypatch.setattr(calls, "MAX_IDLE_STREAMS", 3)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(echo_server(EchoGateway()))
         channels = [await stack.enter_async_context(connected(server.address)) for _ in range(4)]
@@ -97,7 +97,7 @@ async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
         [refused] = [i for i, watch in enumerate(watches) if watch.done()]
         assert await codes(watches) == {"RESOURCE_EXHAUSTED"}
         await check_others(server.address)
-        monkeypatch.setattr(calls, "MAX_IDLE_S", 0.2)
+        monkeypatch.setattr(calls, "MAX_IDLE_STREAM_S", 0.2)
         watches.pop(refused)
         watches.pop().cancel()
         ended = {"RESOURCE_EXHAUSTED"}

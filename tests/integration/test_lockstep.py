@@ -12,14 +12,14 @@ import torch
 
 from tandem.core.errors import EpochEnded, ProgramFailed
 from tandem.core.info import DECODE
-from tandem.core.membership import Meeting, RankSpec
+from tandem.core.membership import RankSpec, Rendezvous
 from tandem.net import framing
-from tandem.net.framing import MAX_STRANGERS, framed
-from tandem.runtime.gang import hub as hub_module
-from tandem.runtime.gang import member as member_module
-from tandem.runtime.gang.hub import HELLO, Hub
-from tandem.runtime.gang.member import Member
-from tandem.runtime.watch import Watch
+from tandem.net.framing import MAX_PENDING_HANDSHAKES, encode_frame
+from tandem.runtime.gang import gang_lockstep as member_module
+from tandem.runtime.gang import planner_server as hub_module
+from tandem.runtime.gang.gang_lockstep import GangLockstep
+from tandem.runtime.gang.planner_server import RANK_GREETING, PlannerServer
+from tandem.runtime.stall_detector import StallDetector
 from tests.ranks import CPU
 from tests.waiting import wait_until
 
@@ -35,19 +35,19 @@ class Ranks:
     """Members of one life, each with a thread of its own that calls."""
 
     def __init__(self, num_ranks: int, decide: Callable[[Sequence[int]], int | None]) -> None:
-        self.hub = Hub(num_ranks, LOOPBACK)
+        self.hub = PlannerServer(num_ranks, LOOPBACK)
         self._threads = [ThreadPoolExecutor(1) for _ in range(num_ranks)]
         self.asked = [threading.Event() for _ in range(num_ranks)]
-        self.watches = [Watch(PATIENCE_S / 3) for _ in range(num_ranks)]
+        self.stall_detectors = [StallDetector(PATIENCE_S / 3) for _ in range(num_ranks)]
         self._decide = decide
         entered = [self._enter(rank) for rank in range(num_ranks)]
         self.members = [one.result(30) for one in entered]
 
-    def _enter(self, rank: int) -> "Future[Member]":
+    def _enter(self, rank: int) -> "Future[GangLockstep]":
         spec = RankSpec("decode-0", DECODE, 7, rank, len(self._threads))
         hub = self.hub if rank == 0 else None
-        given = spec, self.hub.meeting, hub, CPU, self.watches[rank]
-        return self._threads[rank].submit(Member, *given)
+        given = spec, self.hub.rendezvous, hub, CPU, self.stall_detectors[rank]
+        return self._threads[rank].submit(GangLockstep, *given)
 
     def begin(self, *ranks: int) -> None:
         """Their engines have been built, those of all ranks if none is named."""
@@ -61,7 +61,7 @@ class Ranks:
 
         return self._threads[rank].submit(planned)
 
-    def call(self, rank: int, work: Callable[[Member], object]) -> "Future[object]":
+    def call(self, rank: int, work: Callable[[GangLockstep], object]) -> "Future[object]":
         return self._threads[rank].submit(work, self.members[rank])
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ def ranks_of(
         wait_until(lambda: threading.active_count() <= before, "threads are left")
 
 
-def all_to_all(member: Member) -> list[float]:
+def all_to_all(member: GangLockstep) -> list[float]:
     given = torch.full((member.collectives.num_ranks,), float(member.collectives.rank))
     return member.collectives.all_to_all(given).tolist()
 
@@ -91,16 +91,19 @@ def all_to_all(member: Member) -> list[float]:
 def test_who_has_work_wakes_the_others_and_all_get_one_plan() -> None:
     with ranks_of(3) as ranks:
         ranks.begin()
-        assert not any(member.is_asked for member in ranks.members)
+        assert not any(member.is_step_requested for member in ranks.members)
         first = ranks.plan(2, 5)
         for rank in (0, 1):
-            assert ranks.asked[rank].wait(PATIENCE_S) and ranks.members[rank].is_asked
+            assert ranks.asked[rank].wait(PATIENCE_S) and ranks.members[rank].is_step_requested
         plans = [first, ranks.plan(0, 0), ranks.plan(1, 1)]
         assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 6)] * 3
-        assert not any(member.is_asked for member in ranks.members), "parked"
+        assert not any(member.is_step_requested for member in ranks.members), "parked"
         answers = [ranks.call(rank, all_to_all) for rank in range(3)]
         assert [answer.result(PATIENCE_S) for answer in answers] == [[0.0, 1.0, 2.0]] * 3
-        assert str(ranks.watches[1].pace().place) == "step 1, collective 1 (all_to_all)"
+        assert (
+            str(ranks.stall_detectors[1].measure_progress().position)
+            == "step 1, collective 1 (all_to_all)"
+        )
 
 
 class Device:
@@ -120,8 +123,8 @@ def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> 
     """Its connection says nothing: it is open."""
     device = Device()
 
-    def read(member: Member) -> None:
-        with member.reading():
+    def read(member: GangLockstep) -> None:
+        with member.waiting_for_device():
             assert device.freed.wait(PATIENCE_S)
 
     with ranks_of(2) as ranks:
@@ -146,8 +149,8 @@ def test_a_gang_that_idles_after_a_step_that_was_read_in_time_goes_on(
         looks.append(time.monotonic() + 1e6)
         return looks[-1]
 
-    def read(member: Member) -> None:
-        with member.reading():
+    def read(member: GangLockstep) -> None:
+        with member.waiting_for_device():
             pass
         member._clock = much_later
 
@@ -169,7 +172,7 @@ def test_a_rank_that_enters_early_is_remembered() -> None:
         assert ranks.asked[0].wait(PATIENCE_S)
         assert ranks.plan(0, 0).result(PATIENCE_S) == early.result(PATIENCE_S) == (1, 4)
         again = ranks.plan(1, 3)
-        wait_until(lambda: ranks.members[0].is_asked)
+        wait_until(lambda: ranks.members[0].is_step_requested)
         assert ranks.plan(0, 2).result(PATIENCE_S) == again.result(PATIENCE_S) == (2, 5)
 
 
@@ -212,14 +215,14 @@ def test_who_leaves_ends_the_epoch_for_all_parked_or_waiting_or_computing(leaver
         stuck = ranks.call(computes, all_to_all)
         plan = ranks.plan(waits, 1)
         stands, asks = (ranks.members[rank].collectives for rank in (computes, waits))
-        wait_until(lambda: stands.place.number == 1 and asks.place.step == 2)
+        wait_until(lambda: stands.position.number == 1 and asks.position.step == 2)
         assert not stuck.done() and not plan.done()
-        ranks.call(leaver, Member.close).result(PATIENCE_S)
+        ranks.call(leaver, GangLockstep.close).result(PATIENCE_S)
         with pytest.raises(EpochEnded, match=r"step 1, collective 1 \(all_to_all\)"):
             stuck.result(PATIENCE_S)
         with pytest.raises(EpochEnded, match="step 2"):
             plan.result(PATIENCE_S)
-        wait_until(lambda: ranks.members[computes].is_asked, "the parked are woken")
+        wait_until(lambda: ranks.members[computes].is_step_requested, "the parked are woken")
         with pytest.raises(EpochEnded):
             ranks.plan(computes, 0).result(PATIENCE_S)
 
@@ -239,13 +242,13 @@ def test_an_error_in_what_all_compute_is_told_from_the_loss_of_a_peer() -> None:
     with ranks_of(2) as ranks:
         ranks.begin()
 
-        def broken(member: Member) -> None:
-            with member.program():
+        def broken(member: GangLockstep) -> None:
+            with member.collective_section():
                 raise RuntimeError("cosmic ray")
 
         with pytest.raises(ProgramFailed, match=r"decode-0\.7\.1.*cosmic ray"):
             ranks.call(1, broken).result(PATIENCE_S)
-        ranks.call(1, Member.close).result(PATIENCE_S)
+        ranks.call(1, GangLockstep.close).result(PATIENCE_S)
         with pytest.raises(EpochEnded) as lost:
             ranks.call(0, all_to_all).result(PATIENCE_S)
         assert not isinstance(lost.value, ProgramFailed)
@@ -254,34 +257,36 @@ def test_an_error_in_what_all_compute_is_told_from_the_loss_of_a_peer() -> None:
 def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> None:
     with ranks_of(2) as ranks:
         ranks.begin()
-        ranks.members[0].collectives.begin(3, 0.2)
+        ranks.members[0].collectives.start_step(3, 0.2)
         with pytest.raises(EpochEnded, match=r"rank 0, step 3, collective 1 \(all_to_all\)"):
             ranks.call(0, all_to_all).result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("is_known", [False, True], ids=["its store", "its planner"])
+@pytest.mark.parametrize("has_features", [False, True], ids=["its store", "its planner"])
 def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has died between opening it and the others' joining: their processes are well."""
     with socket.create_server((LOOPBACK, 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("tandem.runtime.gang.member.CONNECT_S", 0.5)
+    monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.CONNECT_S", 0.5)
     if is_known:
-        monkeypatch.setattr("tandem.runtime.gang.member.connect", lambda *given: None)
+        monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.connect", lambda *given: None)
     spec = RankSpec("decode-0", DECODE, 7, 1, 2)
     with pytest.raises(EpochEnded, match="planner" if is_known else "does not come together"):
-        Member(spec, Meeting(LOOPBACK, port, port, b"x" * 32), None, CPU, Watch(1.0))
+        GangLockstep(
+            spec, Rendezvous(LOOPBACK, port, port, b"x" * 32), None, CPU, StallDetector(1.0)
+        )
 
 
 @pytest.mark.parametrize(
     "says",
     [
-        lambda token: framed(bytes(len(token)) + HELLO.pack(1)),
-        lambda token: framed(token),
-        lambda token: framed(token + HELLO.pack(2)),
-        lambda token: framed(token + HELLO.pack(1 << 31)),
-        lambda token: token + HELLO.pack(1),
+        lambda token: encode_frame(bytes(len(token)) + RANK_GREETING.pack(1)),
+        lambda token: encode_frame(token),
+        lambda token: encode_frame(token + RANK_GREETING.pack(2)),
+        lambda token: encode_frame(token + RANK_GREETING.pack(1 << 31)),
+        lambda token: token + RANK_GREETING.pack(1),
         lambda token: b"x",
         lambda token: b"",
     ],
@@ -293,13 +298,13 @@ def test_strangers_do_not_get_in(
     """Whoever comes first and is no rank is sent away, and the ranks come together."""
     strangers: list[socket.socket] = []
 
-    class Visited(Hub):
+    class Visited(PlannerServer):
         def __init__(self, num_ranks: int, host: str) -> None:
             super().__init__(num_ranks, host)
-            strangers.append(socket.create_connection((host, self.meeting.port), 5))
-            strangers[0].sendall(says(self.meeting.token))
+            strangers.append(socket.create_connection((host, self.rendezvous.port), 5))
+            strangers[0].sendall(says(self.rendezvous.token))
 
-    monkeypatch.setattr("tests.integration.test_lockstep.Hub", Visited)
+    monkeypatch.setattr("tests.integration.test_lockstep.PlannerServer", Visited)
     with ranks_of(2) as ranks:
         ranks.begin()
         plans = [ranks.plan(rank, 1) for rank in range(2)]
@@ -313,14 +318,14 @@ def test_strangers_who_say_nothing_hold_up_no_start(monkeypatch: pytest.MonkeyPa
     """More of them than the planner listens to, and all before the first rank."""
     strangers: list[socket.socket] = []
 
-    class Besieged(Hub):
+    class Besieged(PlannerServer):
         def __init__(self, num_ranks: int, host: str) -> None:
             super().__init__(num_ranks, host)
-            for _ in range(MAX_STRANGERS + 20):
-                strangers.append(socket.create_connection((host, self.meeting.port), 5))
+            for _ in range(MAX_PENDING_HANDSHAKES + 20):
+                strangers.append(socket.create_connection((host, self.rendezvous.port), 5))
             assert all(one.recv(1) == b"" for one in strangers[:20]), "too many are kept"
 
-    monkeypatch.setattr("tests.integration.test_lockstep.Hub", Besieged)
+    monkeypatch.setattr("tests.integration.test_lockstep.PlannerServer", Besieged)
     with ranks_of(2) as ranks:
         ranks.begin()
         plans = [ranks.plan(rank, 1) for rank in range(2)]
@@ -335,8 +340,8 @@ def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     """Also while no rank comes, and nobody else."""
     for module in (framing, hub_module):
         monkeypatch.setattr(module, "GREETING_S", 0.1)
-    hub = Hub(2, LOOPBACK)
-    with socket.create_connection((LOOPBACK, hub.meeting.port), PATIENCE_S) as stranger:
+    hub = PlannerServer(2, LOOPBACK)
+    with socket.create_connection((LOOPBACK, hub.rendezvous.port), PATIENCE_S) as stranger:
         stranger.sendall(b"\x00")
         assert stranger.recv(1) == b""
     hub.close()

@@ -12,7 +12,7 @@ from tandem.cluster.gateway.tokenising import TokeniserThreads
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.core.config import TINY_MODEL
 from tandem.core.errors import Overloaded, TextTooLong
-from tandem.core.request import Unchecked
+from tandem.core.request import RawRequest
 from tandem.text.tokenizer import Tokenizer
 from tests.integration.echo_gateway import EchoGateway, echo_server
 from tests.integration.test_hostile_clients import HeldTokenizer, stub_of
@@ -83,7 +83,7 @@ class RefusingTokenizer(HeldTokenizer):
 
 
 def is_of_a_text(one: object) -> bool:
-    return type(one) is Tokens or (type(one) is Unchecked and one.prompt == TEXT)
+    return type(one) is Tokens or (type(one) is RawRequest and one.prompt == TEXT)
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["refused", "client gone"])

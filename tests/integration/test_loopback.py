@@ -15,11 +15,11 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 def loopback_pair(timeout_s: float = PATIENCE_S) -> tuple[Channel, Channel]:
-    maker = LoopbackChannels(timeout_s)
+    channel_factory = LoopbackChannels(timeout_s)
     accepted: Future[Channel] = Future()
-    threading.Thread(target=lambda: accepted.set_result(maker.accept("n", "d"))).start()
-    connected = maker.connect(maker.listen(), "n", "p")
-    maker.close()
+    threading.Thread(target=lambda: accepted.set_result(channel_factory.accept("n", "d"))).start()
+    connected = channel_factory.connect(channel_factory.listen(), "n", "p")
+    channel_factory.close()
     return accepted.result(PATIENCE_S), connected
 
 

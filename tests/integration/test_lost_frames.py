@@ -42,9 +42,9 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
 
         [decode] = cluster.decodes
         decode.engine.step = step  # type: ignore[method-assign]
-        handle = cluster.gateway.fleet.ranks[decode.spec.life]
-        beats, beat = list[int](), decode.frames.beat
-        decode.frames.beat = lambda session: (beats.append(session), beat(session))[1]  # type: ignore[method-assign]
+        handle = cluster.gateway.fleet.ranks[decode.spec.epoch_name]
+        beats, beat = list[int](), decode.frames.on_heartbeat
+        decode.frames.on_heartbeat = lambda session: (beats.append(session), beat(session))[1]  # type: ignore[method-assign]
         with pytest.raises(RankLost):
             await cluster.complete(greedy("r", prompts(1, 9)[0], 8))
         num_before = len(beats)
@@ -66,11 +66,11 @@ async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_mo
         asked = [greedy(f"r{i}", ids, 100, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         await until(lambda: are_active(decode, 2) and held.is_held, held.answer)
-        assert len(before := decode.sessions.held(session)) == 2
+        assert len(before := decode.sessions.sequences_of(session)) == 2
         decode.sessions._renewed_at[session] -= 60
         sweeping = asyncio.create_task(decode._sweep())
         await until(sweeping.done, held.answer)
-        assert not set(before) & set(decode.sessions.held(session))
+        assert not set(before) & set(decode.sessions.sequences_of(session))
         held.open()
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 100
@@ -110,10 +110,10 @@ async def test_a_pull_of_a_gateway_that_is_gone_ends_before_its_pages_come_free(
         [prefill], [decode] = cluster.prefills, cluster.decodes
         gate, session = Gate(prefill), cluster.gateway.fleet.session
         running = asyncio.create_task(cluster.complete(greedy("r", prompts(1, 9)[0], 8)))
-        await until(lambda: decode.intake.counts()["pulls"])
+        await until(lambda: decode.kv_receiver.counts()["pulls"])
         decode.sessions._renewed_at[session] -= 60
         await decode._sweep()
-        assert not decode.intake.counts()["pulls"], "it writes to pages that are free"
+        assert not decode.kv_receiver.counts()["pulls"], "it writes to pages that are free"
         gate.open()
         ids, _, _ = await running
         assert len(ids) == 8

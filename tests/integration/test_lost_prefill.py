@@ -57,7 +57,7 @@ async def test_an_unreachable_node_is_left_out_until_it_answers(small_model: Pat
         assert "prefill" in cut.calls and cluster.gateway.is_healthy()
         cut.calls.clear()
         await ask("left out")
-        assert set(cut.calls) <= {"ping", "beat"}
+        assert set(cut.calls) <= {"ping", "heartbeat"}
         cut.is_down = False
         await until(lambda: handle.liveness.is_well)
         await ask("back")
@@ -84,7 +84,9 @@ async def test_a_prefill_node_whose_engine_stopped_is_left_out(small_model: Path
         out = [rank.info.spec.gang for rank in ranks if rank.liveness.is_out]
         assert out == ["prefill-0"]
         for decode in cluster.decodes:
-            assert not decode.engine.scheduler.sequences and not decode.intake.counts()["pulls"]
+            assert (
+                not decode.engine.scheduler.sequences and not decode.kv_receiver.counts()["pulls"]
+            )
 
 
 def num_retries(server: Serving) -> int:

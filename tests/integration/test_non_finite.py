@@ -17,7 +17,7 @@ from benchmarks.harness.exact import near_ties
 from benchmarks.harness.held_out import held_out
 from tandem import AsyncClient, InferenceError
 from tandem.cluster.entrypoints.server import Server
-from tandem.core.errors import NonFinite
+from tandem.core.errors import NonFiniteLogits
 from tandem.model.network.cache import MAIN
 from tests.integration.test_http_port import samples
 from tests.rig import Rig, rig
@@ -90,8 +90,8 @@ async def check(folder: Path, small_model: Path, written: list[int], *sets: str)
         ranks = cluster.gateway.fleet.ranks.values()
 
         def num_counted() -> float:
-            beats = (rank.beat for rank in ranks if rank.beat is not None)
-            return sum(beat.held.counters["num_non_finite"] for beat in beats)
+            beats = (rank.heartbeat for rank in ranks if rank.heartbeat is not None)
+            return sum(beat.load.counters["num_non_finite"] for beat in beats)
 
         await until(lambda: num_counted() >= num_ended)
         found = await samples(server)
@@ -134,7 +134,7 @@ async def test_a_known_page_that_is_broken_ends_one_prompt_and_is_forgotten(
             prefill.engine._caches[MAIN][0][page, 3, 7] = float("inf")
 
         await prefill.loop.call(plant)
-        with pytest.raises(NonFinite, match="non_finite: r1"):
+        with pytest.raises(NonFiniteLogits, match="non_finite: r1"):
             await cluster.complete(asked[1])
         assert not len(known)
         for request, num_cached in ((asked[2], 0), (asked[3], first[2].usage.prompt // 16 * 16)):

@@ -10,9 +10,9 @@ import pytest
 from benchmarks.harness.engines import greedy
 from tandem import AsyncClient, GenerateOptions
 from tandem.cluster.client.options import build_request
-from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_raw_request
 from tandem.cluster.entrypoints.server import Server
-from tandem.cluster.gateway.checks import checked
+from tandem.cluster.gateway.checks import check_request
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
 from tandem.core.answer import Delta, Finished
@@ -114,7 +114,7 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Pat
         with pytest.raises(Overloaded, match="queued"):
             await answers_of(cluster, sampled("many", ids, 100, n=5))
         await cluster.check_empty()
-        assert not sum(map(len, cluster.gateway.running))
+        assert not sum(map(len, cluster.gateway.open_answers))
 
 
 async def test_all_of_it_over_grpc(small_model: Path) -> None:
@@ -180,7 +180,7 @@ async def test_special_tokens_stop_answers_and_are_text_on_request(small_model: 
 
         async def complete(**options: object) -> tuple[list[int], str, str]:
             message = build_request("def f(", GenerateOptions(**options))  # type: ignore[typeddict-item]
-            request = checked(to_unchecked(message), gateway.model, gateway.tokenizer)
+            request = check_request(to_raw_request(message), gateway.model, gateway.tokenizer)
             ids, text, finished = await cluster.complete(request)
             return ids, text, finished.finish_reason
 

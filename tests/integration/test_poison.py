@@ -8,13 +8,13 @@ import pytest
 
 from benchmarks.harness.engines import greedy
 from benchmarks.harness.exact import near_ties
-from tandem.cluster.gateway.liveness import Phase
-from tandem.core.errors import Poisonous, RankLost, StepFailed
+from tandem.cluster.gateway.liveness import LivenessPhase
+from tandem.core.errors import PoisonRequest, RankLost, StepFailed
 from tandem.core.request import Request
-from tandem.decode_node.planning.states import NUM_STEPS_ALONE
-from tandem.decode_node.program.launcher import InFlight, Launcher
-from tandem.decode_node.program.programs import Prepared
-from tandem.prefill_node.engine import End, PrefillEngine, Work
+from tandem.decode_node.planning.states import NUM_ISOLATED_STEPS
+from tandem.decode_node.program.launcher import InFlightStep, Launcher
+from tandem.decode_node.program.programs import PreparedStep
+from tandem.prefill_node.engine import PrefillEngine, PrefillInputs, PromptResult
 from tests.gates import Gate, begin_together
 from tests.integration.test_lost_prefill import prompts
 from tests.rig import Rig, rig
@@ -32,7 +32,7 @@ def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list
     """A step with a poison request in it raises; every such step's request ids."""
     launch, seen = Launcher.launch, list[list[str]]()
 
-    def poisonable(self: Launcher, step: Prepared) -> InFlight:
+    def poisonable(self: Launcher, step: PreparedStep) -> InFlightStep:
         names = [one.identity.request_id for one in step.sequences]
         if any(map(poisoned, names)):
             seen.append(names)
@@ -46,7 +46,7 @@ def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list
 def break_prefill(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
     compute, seen = PrefillEngine._compute, list[list[str]]()
 
-    def poisonable(self: PrefillEngine, work: Work) -> Iterator[End]:
+    def poisonable(self: PrefillEngine, work: PrefillInputs) -> Iterator[PromptResult]:
         names = [chunk.sequence.identity.request_id for chunk in self._chunks]
         if any(map(poisoned, names)):
             seen.append(names)
@@ -87,7 +87,7 @@ async def test_a_poison_request_is_refused_once_it_failed_alone_and_the_others_e
         answers = await ask_all(cluster, asked)
         for request, answer in zip(asked, answers, strict=True):
             if poisoned(request.request_id):
-                assert isinstance(answer, Poisonous), answer
+                assert isinstance(answer, PoisonRequest), answer
             else:
                 assert isinstance(answer, list) and len(answer) == NUM_TOKENS, answer
                 assert not near_ties(small_model, list(request.prompt_ids), answer)
@@ -103,7 +103,7 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
     """Those that were in it go on alone for a few steps, then together again."""
     launch, failed_at, widths = Launcher.launch, list[int](), list[int]()
 
-    def flaky(self: Launcher, step: Prepared) -> InFlight:
+    def flaky(self: Launcher, step: PreparedStep) -> InFlightStep:
         widths.append(len(step.sequences))
         if len(step.sequences) == 6 and not failed_at:
             failed_at.append(len(widths))
@@ -118,8 +118,8 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
             assert isinstance(answer, list) and len(answer) == 80, answer
             assert not near_ties(small_model, list(request.prompt_ids), answer)
         after = widths[failed_at[0] :]
-        assert after[:NUM_STEPS_ALONE] == [1] * NUM_STEPS_ALONE, after
-        assert after.count(1) >= 6 * NUM_STEPS_ALONE and max(after) > 1, after
+        assert after[:NUM_ISOLATED_STEPS] == [1] * NUM_ISOLATED_STEPS, after
+        assert after.count(1) >= 6 * NUM_ISOLATED_STEPS and max(after) > 1, after
         await cluster.check_empty()
 
 
@@ -149,8 +149,8 @@ async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
         step = Gate(stuck)
         answers = await ask_all(cluster, asked)
         assert step.is_held, "it has nobody's step"
-        handle = cluster.gateway.fleet.ranks[stuck.spec.life]
-        await until(lambda: handle.liveness.phase is Phase.OUT)
+        handle = cluster.gateway.fleet.ranks[stuck.spec.epoch_name]
+        await until(lambda: handle.liveness.phase is LivenessPhase.OUT)
         assert {gang for gang, _, _ in cluster.members.reports} == {stuck.spec.gang}
         assert cluster.gateway.is_healthy(), "the others serve on"
         step.open()

@@ -9,11 +9,11 @@ import pytest
 from benchmarks.harness.engines import greedy
 from benchmarks.harness.exact import near_ties
 from benchmarks.harness.held_out import held_out
+from tandem.core.draft_shapes import chain_shapes
 from tandem.core.identity import Identity
-from tandem.core.levels import chains
 from tandem.core.request import PREEMPTED
 from tandem.decode_node.planning.scheduler import Scheduler
-from tandem.decode_node.planning.states import Running, Size
+from tandem.decode_node.planning.states import RequestSize, RunningSequence
 from tandem.kv_transfer.pages import PagePool
 from tests.rig import Rig, rig
 
@@ -26,14 +26,14 @@ def watch(cluster: Rig) -> list[str]:
     """Request ids of the sequences preempted from now on."""
     preempted: list[str] = []
     for decode in cluster.decodes:
-        publish = decode.engine._on_frame
+        publish = decode.engine._on_updates
 
         def noting(updates, publish=publish):
             gone = [u.identity for u in updates if u.finish_reason == PREEMPTED]
             preempted.extend(identity.request_id for identity in gone)
             publish(updates)
 
-        decode.engine._on_frame = noting
+        decode.engine._on_updates = noting
     return preempted
 
 
@@ -88,27 +88,27 @@ async def test_a_preempted_sample_is_the_sample_it_would_have_been(small_model: 
 
 def enter(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Identity:
     identity = Identity(name)
-    scheduler.ask(identity, Size(num_prompt, 0, max_tokens))
+    scheduler.enqueue(identity, RequestSize(num_prompt, 0, max_tokens))
     assert scheduler.grant() == [identity]
     return identity
 
 
-def run(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> Running:
+def run(scheduler: Scheduler, name: str, num_prompt: int, max_tokens: int) -> RunningSequence:
     identity = enter(scheduler, name, num_prompt, max_tokens)
-    sequence = scheduler.started(identity, greedy(name, range(num_prompt), max_tokens))
-    scheduler.run(sequence)
+    sequence = scheduler.build_running(identity, greedy(name, range(num_prompt), max_tokens))
+    scheduler.start_steps(sequence)
     return sequence
 
 
 def test_the_youngest_makes_way_and_the_oldest_never() -> None:
     pool = PagePool(11, 4)
-    scheduler = Scheduler(pool, 4, chains(1), 1000, ())
+    scheduler = Scheduler(pool, 4, chain_shapes(1), 1000, ())
     old, young = (run(scheduler, name, 4, 24) for name in ("old", "young"))
     gone = []
     for num_output in range(1, 24):
         for sequence in (old, young):
             sequence.num_output = num_output
-        gone += scheduler.make_room()
+        gone += scheduler.grow_or_preempt()
         scheduler.check_integrity()
         assert old.identity in scheduler.sequences
         assert len(old.pages) * 4 >= min(4 + num_output + 4, 4 + 24)
@@ -117,10 +117,10 @@ def test_the_youngest_makes_way_and_the_oldest_never() -> None:
 
 def test_arriving_sequences_are_not_preempted() -> None:
     pool = PagePool(9, 4)
-    scheduler = Scheduler(pool, 4, chains(1), 1000, ())
+    scheduler = Scheduler(pool, 4, chain_shapes(1), 1000, ())
     runs = run(scheduler, "runs", 4, 16)
     arrives = enter(scheduler, "arrives", 6, 4)
     runs.num_output = 16
-    assert scheduler.make_room() == [] or runs.identity not in scheduler.sequences
+    assert scheduler.grow_or_preempt() == [] or runs.identity not in scheduler.sequences
     assert arrives in scheduler.sequences
     scheduler.check_integrity()

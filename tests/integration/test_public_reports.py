@@ -25,7 +25,7 @@ from benchmarks.harness.engines import greedy
 from tandem.core.answer import Piece
 from tandem.core.errors import RankLost
 from tandem.core.request import LENGTH, STOP, Request, TokenBias
-from tandem.kv_transfer.links import Link
+from tandem.kv_transfer.peer_link import PeerLink
 from tests.answers import Answered, Reference, answer_of, ask, ask_all
 from tests.gates import Gate, are_active
 from tests.integration.test_preemption import watch
@@ -307,7 +307,7 @@ async def test_text_that_is_held_survives_a_move(small_model: Path) -> None:
 
 async def ask_and_move(cluster: Rig, request: Request, num_steps: int) -> Answered:
     """Return the answer to a request whose decode rank is lost after ``num_steps`` steps."""
-    gates = {decode.spec.life: Gate(decode) for decode in cluster.decodes}
+    gates = {decode.spec.epoch_name: Gate(decode) for decode in cluster.decodes}
     pieces: list[Piece] = []
 
     async def read() -> None:
@@ -318,16 +318,16 @@ async def ask_and_move(cluster: Rig, request: Request, num_steps: int) -> Answer
     await until(lambda: any(are_active(decode, 1) for decode in cluster.decodes))
     [first] = [decode for decode in cluster.decodes if are_active(decode, 1)]
     for num in range(num_steps):
-        await until(lambda: gates[first.spec.life].is_held)
-        gates[first.spec.life].give()
+        await until(lambda: gates[first.spec.epoch_name].is_held)
+        gates[first.spec.epoch_name].give()
         await until(lambda num=num: len(pieces) == num + 2)
-    cluster.members.remove(first.spec.life)
-    await until(lambda: not are_active(first, 1) or len(cluster.gateway.fleet.usable()) == 1)
+    cluster.members.remove(first.spec.epoch_name)
+    await until(lambda: not are_active(first, 1) or len(cluster.gateway.fleet.usable_pairs()) == 1)
     for gate in gates.values():
         gate.open()
     await running
     cluster.members.add(first)
-    await until(lambda: len(cluster.gateway.fleet.usable()) == 2)
+    await until(lambda: len(cluster.gateway.fleet.usable_pairs()) == 2)
     return answer_of(pieces)
 
 
@@ -336,9 +336,9 @@ async def test_pages_that_prefill_gave_up_are_never_read(
 ) -> None:
     """A pull stops after its first chunk until its lease has expired and other prompts have taken
     the pages of the prefill rank. Checksums are off: generations of pages alone protect it."""
-    call, goes_on, num_sent = Link.call, asyncio.Event(), 0
+    call, goes_on, num_sent = PeerLink.call, asyncio.Event(), 0
 
-    async def held(self: Link, method: str, message: Any, *rest: Any) -> Any:
+    async def held(self: PeerLink, method: str, message: Any, *rest: Any) -> Any:
         nonlocal num_sent
         if not goes_on.is_set() and method == "renew":
             raise RankLost("the call is lost")
@@ -353,7 +353,7 @@ async def test_pages_that_prefill_gave_up_are_never_read(
     ids, *others = prompts(9, 90, 100, seed=4)
     async with rig(small_model, *sets, *staging) as cluster:
         [prefill] = cluster.prefills
-        monkeypatch.setattr(Link, "call", held)
+        monkeypatch.setattr(PeerLink, "call", held)
         request = greedy("held", ids, 20, ignore_eos=True)
         running = asyncio.create_task(ask(cluster, request))
         await until(lambda: num_sent > 1)

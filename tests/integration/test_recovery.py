@@ -10,12 +10,12 @@ import pytest
 from benchmarks.harness.engines import greedy
 from benchmarks.harness.exact import near_ties
 from tandem.cluster.gateway import recovery
-from tandem.cluster.gateway.liveness import Phase
-from tandem.cluster.gateway.recovery import MAX_DEATHS
+from tandem.cluster.gateway.liveness import LivenessPhase
+from tandem.cluster.gateway.recovery import MAX_FATAL_STEPS
 from tandem.core.control import Control
-from tandem.core.errors import HandoverError, Poisonous, RankDied, RankLost
+from tandem.core.errors import HandoverError, PoisonRequest, RankDied, RankLost
 from tandem.core.identity import Identity
-from tandem.core.membership import EndedLife, InStep, RankSpec
+from tandem.core.membership import EpochEnd, InFlightBatch, RankSpec
 from tandem.core.schema import encode_failure, unpack
 from tandem.decode_node.service.decode_calls import Start
 from tandem.prefill_node.prefill_calls import Prefill
@@ -45,7 +45,7 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
     """Between them they would use up its failures, though another pair works."""
     async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
         first = cluster.decodes[0]
-        handle = cluster.gateway.fleet.ranks[first.spec.life]
+        handle = cluster.gateway.fleet.ranks[first.spec.epoch_name]
         handle.control = broken = Refusing(handle.control)
         asked = [greedy(f"r{i}", ids, 12, ignore_eos=True) for i, ids in enumerate(prompts(4, 3))]
         for request in asked:
@@ -84,13 +84,13 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
     was in the step: others on the rank are not suspected, even if that one was alone."""
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
-        handle = cluster.gateway.fleet.ranks[spec.life]
+        handle = cluster.gateway.fleet.ranks[spec.epoch_name]
         handle.control = dying = Dying(handle.control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
-        await until(lambda: handle.liveness.phase is Phase.SUSPECT)
+        await until(lambda: handle.liveness.phase is LivenessPhase.SUSPECT)
         guilty = dying.asked[0].identity if is_in_step else Identity("another")
-        tell_death(cluster, spec, InStep((guilty,), not is_in_step))
+        tell_death(cluster, spec, InFlightBatch((guilty,), not is_in_step))
         dying.is_back = True
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
@@ -106,16 +106,16 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
         running = asyncio.create_task(cluster.complete(request))
         await until(lambda: any(are_active(decode, 1) for decode in cluster.decodes))
         [busy] = [decode for decode in cluster.decodes if are_active(decode, 1)]
-        cluster.members.remove(busy.spec.life)
-        await until(lambda: busy.spec.life not in cluster.gateway.fleet.ranks)
+        cluster.members.remove(busy.spec.epoch_name)
+        await until(lambda: busy.spec.epoch_name not in cluster.gateway.fleet.ranks)
         for gate in gates:
             gate.open()
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         assert not cluster.members.reports
         kept = cluster.gateway.fleet
-        asked = {rank.life for rank in (*kept._listeners, *chain(*kept._warm_ups))}
-        assert busy.spec.life not in asked and not len(kept._background)
+        asked = {rank.epoch_name for rank in (*kept._listeners, *chain(*kept._warm_ups))}
+        assert busy.spec.epoch_name not in asked and not len(kept._background)
         await cluster.check_empty()
 
 
@@ -123,11 +123,11 @@ async def test_nobody_waits_to_be_told_what_a_rank_died_of(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who was on it goes on elsewhere at once, in steps of its own; who dies of that waits."""
-    monkeypatch.setattr(recovery, "VERDICT_S", 3600.0)
+    monkeypatch.setattr(recovery, "CAUSE_TIMEOUT_S", 3600.0)
     async with rig(small_model, *SETS, "prefill.replicas=2") as cluster:
         dying = []
         for rank in cluster.prefills:
-            handle = cluster.gateway.fleet.ranks[rank.spec.life]
+            handle = cluster.gateway.fleet.ranks[rank.spec.epoch_name]
             handle.control = control = Dying(handle.control)
             dying.append(control)
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
@@ -136,7 +136,7 @@ async def test_nobody_waits_to_be_told_what_a_rank_died_of(
         first, second = sorted(dying, key=lambda one: one.asked[0].is_suspect)
         assert not first.asked[0].is_suspect and second.asked[0].is_suspect
         for rank in cluster.prefills:
-            tell_death(cluster, rank.spec, InStep((Identity("another"),), True))
+            tell_death(cluster, rank.spec, InFlightBatch((Identity("another"),), True))
         second.is_back = first.is_back = True
         ids, _, _ = await running
         assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
@@ -144,39 +144,41 @@ async def test_nobody_waits_to_be_told_what_a_rank_died_of(
         await cluster.check_empty()
 
 
-def tell_death(cluster: Rig, spec: RankSpec, in_step: InStep) -> None:
+def tell_death(cluster: Rig, spec: RankSpec, in_step: InFlightBatch) -> None:
     """The controller's verdict, though the rank lives on here."""
-    ended = EndedLife(spec.epoch, in_step)
+    ended = EpochEnd(spec.epoch, in_step)
     gangs = cluster.members.membership.gangs
-    cluster.members.tell(*(replace(g, ended=ended) if g.name == spec.gang else g for g in gangs))
+    cluster.members.tell(
+        *(replace(g, epoch_end=ended) if g.name == spec.gang else g for g in gangs)
+    )
 
 
-@pytest.mark.parametrize("is_alone", [False, True], ids=["among others", "alone"])
+@pytest.mark.parametrize("is_isolated", [False, True], ids=["among others", "alone"])
 async def test_a_verdict_that_comes_late_still_marks_its_answers(
-    small_model: Path, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+    small_model: Path, monkeypatch: pytest.MonkeyPatch, is_isolated: bool
 ) -> None:
     """It is waited for no longer than ever: the second attempt is as before, the next one is not,
     though the rank has died of nobody known since. Who was alone in its second is refused."""
-    monkeypatch.setattr(recovery, "VERDICT_S", 0.0)
+    monkeypatch.setattr(recovery, "CAUSE_TIMEOUT_S", 0.0)
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
-        handle = cluster.gateway.fleet.ranks[spec.life]
-        handle.control = dying = Dying(handle.control, num_deaths=3 if is_alone else 2)
+        handle = cluster.gateway.fleet.ranks[spec.epoch_name]
+        handle.control = dying = Dying(handle.control, num_deaths=3 if is_isolated else 2)
         dying.is_back = True
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
         running = asyncio.create_task(cluster.complete(request))
         await until(lambda: len(dying.asked) == 2)
-        tell_death(cluster, spec, InStep((dying.asked[0].identity,), False))
-        if is_alone:
-            await until(lambda: bool(cluster.gateway.fleet.deaths))
-            tell_death(cluster, spec, InStep((dying.asked[1].identity,), True))
-            with pytest.raises(Poisonous):
+        tell_death(cluster, spec, InFlightBatch((dying.asked[0].identity,), False))
+        if is_isolated:
+            await until(lambda: bool(cluster.gateway.fleet.fatal_steps))
+            tell_death(cluster, spec, InFlightBatch((dying.asked[1].identity,), True))
+            with pytest.raises(PoisonRequest):
                 await running
         else:
             ids, _, _ = await running
             assert len(ids) == 12 and not near_ties(small_model, list(request.prompt_ids), ids)
         told = [asked.is_suspect for asked in dying.asked]
-        assert told[:2] == [False, False] and all(told[2:]) and (is_alone or len(told) == 3)
+        assert told[:2] == [False, False] and all(told[2:]) and (is_isolated or len(told) == 3)
         await cluster.check_empty()
 
 
@@ -193,7 +195,7 @@ class Deadly:
         answer = await self._control.call(method, payload)
         if method == "start":
             self.num_deaths += 1
-            in_step = InStep((unpack(Start, payload).identity, Identity("other")), False)
+            in_step = InFlightBatch((unpack(Start, payload).identity, Identity("other")), False)
             tell_death(self._cluster, self._cluster.decodes[0].spec, in_step)
             raise RankDied("its process has ended")
         return answer
@@ -202,11 +204,11 @@ class Deadly:
 async def test_deaths_count_for_an_answers_whole_life(small_model: Path) -> None:
     """Though a token comes between any two of them."""
     async with rig(small_model, *SETS) as cluster:
-        handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.life]
+        handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.epoch_name]
         handle.control = deadly = Deadly(handle.control, cluster)
-        with pytest.raises(Poisonous, match="in 3 steps that killed a rank"):
+        with pytest.raises(PoisonRequest, match="in 3 steps that killed a rank"):
             await cluster.complete(greedy("r", prompts(1, 6)[0], 40, ignore_eos=True))
-        assert deadly.num_deaths == MAX_DEATHS
+        assert deadly.num_deaths == MAX_FATAL_STEPS
         await cluster.check_empty()
 
 
@@ -225,7 +227,7 @@ async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.T
 
     running = asyncio.create_task(ask())
     await told.wait()
-    cluster.members.remove(decode.spec.life)
+    cluster.members.remove(decode.spec.epoch_name)
     return running
 
 

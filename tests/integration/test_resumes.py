@@ -16,10 +16,10 @@ from tandem.cluster.client.options import build_request
 from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.cluster.proto.grpc_settings import STREAM_KEY
 from tandem.core.errors import Overloaded, RankLost
-from tandem.core.tasks import cancelled
-from tandem.core.turns import FRESH_SHARE
+from tandem.core.tasks import cancel_and_wait
+from tandem.core.turns import NEW_REQUEST_SHARE
 from tests.gates import Gate
 from tests.integration.echo_gateway import EchoGateway, answer_to, echo_server, failure_of
 from tests.rig import gateway, rig
@@ -83,19 +83,19 @@ async def test_a_begun_answer_is_not_lost_where_its_next_server_is_full(small_mo
         gate = Gate(cluster.decodes[0])
         [prompt] = prompts(1, 10)
         answer = asyncio.create_task(client.complete(prompt, max_tokens=40, ignore_eos=True))
-        running = cluster.gateway.running
-        await until(lambda: any(streams.num_begun for streams in running) or answer.done())
+        running = cluster.gateway.open_answers
+        await until(lambda: any(streams.num_with_tokens for streams in running) or answer.done())
         fills = [
             asyncio.create_task(others.complete([7, 8, i], max_tokens=100, ignore_eos=True))
             for i in (3, 4)
         ]
-        await until(lambda: sum(map(len, second.running)) == 2)
+        await until(lambda: sum(map(len, second.open_answers)) == 2)
         with pytest.raises(Overloaded):
             second.check_queue(1)
         refusals: list[str] = []
         two.on_error = refusals.append
         stopping = asyncio.create_task(one.stop())
-        await until(lambda: sum(map(len, second.running)) == 3 or refusals, gate.answer)
+        await until(lambda: sum(map(len, second.open_answers)) == 3 or refusals, gate.answer)
         assert not refusals
         gate.open()
         tokens = list((await answer).token_ids)
@@ -110,8 +110,8 @@ class FullGateway(EchoGateway):
 
     is_full = False
 
-    def check_queue(self, num_answers: int, is_begun: bool = False) -> None:
-        if self.is_full and not is_begun:
+    def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
+        if self.is_full and not is_resumed:
             raise Overloaded("the queue is full")
 
 
@@ -211,12 +211,12 @@ async def test_clients_that_resume_in_a_loop_starve_nobody(
         loops = [asyncio.create_task(resume_for_ever(name)) for name in proofs]
         await until(lambda: len(noted) > 20)
         honest = asyncio.create_task(client.complete([9, 9], max_tokens=2, request_id="honest"))
-        await until(lambda: "grant honest" in noted or num_passed(noted) > 4 * FRESH_SHARE)
-        assert num_passed(noted) <= (FRESH_SHARE - 1 if has_proof else num_before(noted))
+        await until(lambda: "grant honest" in noted or num_passed(noted) > 4 * NEW_REQUEST_SHARE)
+        assert num_passed(noted) <= (NEW_REQUEST_SHARE - 1 if has_proof else num_before(noted))
         assert begun == (set(proofs) if has_proof else set())
         assert (await honest).token_ids
         assert not any(loop.done() for loop in loops)
-        await cancelled(*loops)
+        await cancel_and_wait(*loops)
         await until(lambda: not server._streams)
         await cluster.check_empty()
 
@@ -225,11 +225,11 @@ def note_grants(decode: Any) -> tuple[list[str], set[str]]:
     """What the decode rank is asked for and what it grants from now on, and which requests it is
     told have begun."""
     scheduler, noted, begun = decode.engine.scheduler, list[str](), set[str]()
-    ask, grant = scheduler.ask, scheduler.grant
+    ask, grant = scheduler.enqueue, scheduler.grant
 
     def noting_ask(identity: Any, size: Any) -> None:
         noted.append(f"ask {identity.request_id}")
-        begun.update([identity.request_id] if size.is_begun else [])
+        begun.update([identity.request_id] if size.is_resumed else [])
         ask(identity, size)
 
     def noting_grant() -> Any:
@@ -237,7 +237,7 @@ def note_grants(decode: Any) -> tuple[list[str], set[str]]:
         noted.extend(f"grant {identity.request_id}" for identity in granted)
         return granted
 
-    scheduler.ask, scheduler.grant = noting_ask, noting_grant
+    scheduler.enqueue, scheduler.grant = noting_ask, noting_grant
     return noted, begun
 
 

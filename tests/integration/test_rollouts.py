@@ -14,7 +14,7 @@ from tests.chaos.report import Report, take
 from tests.deployed import Deployed, container, deployed
 from tests.envoy import IS_THERE, begin_envoy
 from tests.kubelet import asking, begin_gateway, begin_ray, figures, generated, hosts_of, ranks_in
-from tests.pods import CAN_RUN, Pod, Running, lead, pods
+from tests.pods import CAN_RUN, Pod, RunningSequence, lead, pods
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -44,7 +44,7 @@ class Rollout:
 
     def __init__(self, it: Deployed, there: dict[str, Pod]) -> None:
         self.it, self.there = it, there
-        self.gateways: dict[str, Running] = {}
+        self.gateways: dict[str, RunningSequence] = {}
         self.num_answers: Callable[[], int] = lambda: 0
 
     def begin_head(self, name: str) -> None:

@@ -16,10 +16,10 @@ from tandem.cluster.entrypoints.grpc_server import SERVICE
 from tandem.cluster.entrypoints.server import Server
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import STREAM_KEY
+from tandem.cluster.proto.grpc_settings import STREAM_KEY
 from tandem.core.config import load
 from tandem.core.errors import Overloaded
-from tandem.core.tasks import cancelled
+from tandem.core.tasks import cancel_and_wait
 from tests.integration.echo_gateway import (
     EchoGateway,
     answer_to,
@@ -225,7 +225,7 @@ async def test_requests_are_taken_while_a_server_says_that_it_leaves(gateway: Ec
         await until(is_told)
         assert (await client.status()).state == "DRAINING"
         assert (await client.complete((7,), max_tokens=5)).token_ids == answer_to((7,), 5)
-        await cancelled(drain)
+        await cancel_and_wait(drain)
 
 
 async def test_an_old_connection_is_left_and_its_answer_goes_on(gateway: EchoGateway) -> None:

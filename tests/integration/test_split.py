@@ -15,17 +15,17 @@ from benchmarks.harness.held_out import held_out
 from tandem.cluster.gateway.admission import Admission
 from tandem.core.answer import Delta, Finished, Piece, TransferStats
 from tandem.core.config import TINY_MODEL
-from tandem.core.control import Done, InProcessControl
+from tandem.core.control import Empty, InProcessControl
 from tandem.core.errors import HandoverError, LayoutMismatch, Overloaded, RankLost
 from tandem.core.identity import Identity
 from tandem.core.info import DECODE, DEGRADED, NOT_SERVING, PREFILL, SERVING
 from tandem.core.membership import DOWN, Gang, RankSpec
-from tandem.core.request import Request, SamplingParams, Unchecked
+from tandem.core.request import RawRequest, Request, SamplingParams
 from tandem.core.schema import Failure, pack
 from tandem.core.schema import decode as decode_reply
-from tandem.decode_node.planning.states import Size
+from tandem.decode_node.planning.states import RequestSize
 from tandem.decode_node.service.decode_calls import Grant, Start
-from tandem.decode_node.service.rank import REMEMBER_S
+from tandem.decode_node.service.rank import REMEMBER_ABORTS_S
 from tandem.kv_transfer.layout import PROTOCOL
 from tandem.kv_transfer.messages import Offer
 from tests.rig import Rig, rig, stop_all
@@ -165,7 +165,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
             stream = cluster.generate(greedy(f"r{round_number}", ids, 60))
             if num_pieces == 0:
                 task = asyncio.create_task(anext(stream))
-                has_begun = (cluster.gateway.running, prefilling, decoding)[round_number]
+                has_begun = (cluster.gateway.open_answers, prefilling, decoding)[round_number]
                 await until(lambda t=task, begun=has_begun: t.done() or begun)
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -173,7 +173,7 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
                 await anext(stream)
             await stream.aclose()
         await cluster.check_empty()
-        assert not sum(map(len, cluster.gateway.running))
+        assert not sum(map(len, cluster.gateway.open_answers))
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:
@@ -189,29 +189,29 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
 
         for i in range(5):
             identity = Identity(f"r{i}")
-            grant = Grant(identity, 1, Size(len(ids), 0, 5))
+            grant = Grant(identity, 1, RequestSize(len(ids), 0, 5))
             offer = Offer(
-                PROTOCOL, owner.spec.life, owner.spec.seat, owner.spec.epoch, identity,
+                PROTOCOL, owner.spec.epoch_name, owner.spec.rank_name, owner.spec.epoch, identity,
                 decode.info.caches,
                 len(ids),
             )  # fmt: skip
             start = Start(identity, greedy(f"r{i}", ids, 5), offer)
             if i % 2:
-                asking = asyncio.create_task(call("grant", grant, Done))
+                asking = asyncio.create_task(call("grant", grant, Empty))
                 await asyncio.sleep(0)
-            await call("abort", identity, Done)
+            await call("abort", identity, Empty)
             await decode._sweep()
             if i % 2:
                 with pytest.raises(HandoverError, match="aborted while it waited"):
                     await asking
-            for message in (("grant", grant, Done), ("start", start, TransferStats)):
+            for message in (("grant", grant, Empty), ("start", start, TransferStats)):
                 with pytest.raises(HandoverError, match="aborted before it came"):
                     await call(*message)
-            assert not decode._arriving and not decode._granting
+            assert not decode._arrivals and not decode._pending_grants
         now = asyncio.get_running_loop().time
-        decode._ended._clock = lambda: now() + REMEMBER_S + 1
+        decode._recently_ended._clock = lambda: now() + REMEMBER_ABORTS_S + 1
         await decode._sweep()
-        assert not len(decode._ended), "nor is it remembered for ever"
+        assert not len(decode._recently_ended), "nor is it remembered for ever"
         tokens, _, _ = await cluster.complete(greedy("next", ids, 5, ignore_eos=True))
         assert len(tokens) == 5
         await cluster.check_empty()
@@ -222,7 +222,7 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
         for rank in (*cluster.prefills, *cluster.decodes):
             control = InProcessControl(rank.handle, rank.spec.epoch - 1)
             with pytest.raises(RankLost, match=f"this is {rank.spec.epoch}"):
-                decode_reply(Done, await control.call("ping", b""))
+                decode_reply(Empty, await control.call("ping", b""))
 
 
 async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_model: Path) -> None:
@@ -232,11 +232,13 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
         first = cluster.decodes[0]
         [second] = await cluster.start(replace(first.spec, gang="decode-1", epoch=7))
-        await until(lambda: len(cluster.gateway.fleet.usable()) == 2)
-        cluster.members.remove(first.spec.life)
+        await until(lambda: len(cluster.gateway.fleet.usable_pairs()) == 2)
+        cluster.members.remove(first.spec.epoch_name)
         for request, (ids, _, _) in zip(asked, await asyncio.gather(*running), strict=True):
             assert len(ids) == 80 and not near_ties(small_model, list(request.prompt_ids), ids)
-        assert [d.life for d in cluster.gateway.fleet.of_kind("decode")] == [second.spec.life]
+        assert [d.epoch_name for d in cluster.gateway.fleet.of_kind("decode")] == [
+            second.spec.epoch_name
+        ]
         assert second.engine.num_steps > 0
         assert (await cluster.gateway.status(0)).state == SERVING
         down = Gang("decode-9", DECODE, 3, DOWN, failure=Failure("ValueError", "it is gone\nlog"))
@@ -263,8 +265,8 @@ async def test_abort_ends_the_stream_with_its_reason(small_model: Path) -> None:
             if len(pieces) == 2:
                 cluster.begun["r"].abort()
         assert isinstance(pieces[-1], Finished) and pieces[-1].finish_reason == "abort"
-        num_told = sum(len(p.token_ids) for p in pieces if isinstance(p, Delta))
-        assert pieces[-1].usage.completion == num_told < 100
+        num_updates = sum(len(p.token_ids) for p in pieces if isinstance(p, Delta))
+        assert pieces[-1].usage.completion == num_updates < 100
         assert not len(cluster.begun["r"])
         await cluster.check_empty()
 
@@ -307,9 +309,9 @@ async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
         cluster.config = cluster.config.model_copy(update={"speculation": asked})
         ranks = await cluster.start(RankSpec("other", DECODE, own.spec.epoch))
         try:
-            cluster.members.remove(own.spec.life)
+            cluster.members.remove(own.spec.epoch_name)
             fleet = cluster.gateway.fleet
-            await until(lambda: [d.info.drafter for _, d in fleet.usable()] == [drafter])
+            await until(lambda: [d.info.drafter for _, d in fleet.usable_pairs()] == [drafter])
             tokens, _, finished = await cluster.complete(greedy("r", ids, 20, ignore_eos=True))
             assert (finished.speculation.num_drafted > 0) == (drafter == "ngram")
             assert not near_ties(small_model, ids, tokens)
@@ -323,19 +325,19 @@ async def test_lives_that_end_while_a_gateway_begins_are_no_error_of_it(small_mo
     """It waits for the pairs that there are to be warm; this one never will be."""
     async with rig(small_model, *SMALL) as cluster:
         [own], fleet = cluster.decodes, cluster.gateway.fleet
-        cluster.members.remove(own.spec.life)
+        cluster.members.remove(own.spec.epoch_name)
         await until(lambda: not fleet.of_kind(DECODE))
-        warm, fleet._warm = fleet._warm, lambda pair: for_ever()
+        warm, fleet._send_warm_up = fleet._send_warm_up, lambda pair: for_ever()
         cluster.members.add(own)
         await until(lambda: fleet.of_kind(DECODE))
-        begins = asyncio.create_task(fleet.ready())
+        begins = asyncio.create_task(fleet.wait_until_warm())
         await turns()
-        cluster.members.remove(own.spec.life)
+        cluster.members.remove(own.spec.epoch_name)
         await asyncio.wait([begins])
         assert not begins.cancelled() and begins.exception() is None
-        fleet._warm = warm
+        fleet._send_warm_up = warm
         cluster.members.add(own)
-        await until(fleet.usable)
+        await until(fleet.usable_pairs)
         await cluster.check_empty()
 
 
@@ -347,27 +349,31 @@ async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model:
     ):
         [ids] = prompts(1)
         own, other = plain.decodes[0], mtp.decodes[0]
-        plain.members.remove(own.spec.life)
+        plain.members.remove(own.spec.epoch_name)
         plain.members.add(other)
         fleet = plain.gateway.fleet
-        await until(lambda: [one.life for one in fleet.of_kind(DECODE)] == [other.spec.life])
+        await until(
+            lambda: [one.epoch_name for one in fleet.of_kind(DECODE)] == [other.spec.epoch_name]
+        )
         told = r"prefill.*\(drafter none\), decode.*\(drafter mtp\): decode wants mtp: .*features"
         with pytest.raises(ValueError, match=told):
-            await fleet.ready()
+            await fleet.wait_until_warm()
         with pytest.raises(RankLost, match="cache alike"):
             await plain.complete(greedy("routed", ids, 5))
         identity, owner = Identity("forced"), plain.prefills[0]
-        control = plain.members.controls[other.spec.life]
-        mtp.members.controls[owner.spec.life] = InProcessControl(owner.handle, owner.spec.epoch)
-        await control.call("grant", pack(Grant(identity, 1, Size(len(ids), 0, 5))))
+        control = plain.members.controls[other.spec.epoch_name]
+        mtp.members.controls[owner.spec.epoch_name] = InProcessControl(
+            owner.handle, owner.spec.epoch
+        )
+        await control.call("grant", pack(Grant(identity, 1, RequestSize(len(ids), 0, 5))))
         for caches in (owner.info.caches, other.info.caches):
-            place = owner.spec.life, owner.spec.seat, owner.spec.epoch
+            place = owner.spec.epoch_name, owner.spec.rank_name, owner.spec.epoch
             offer = Offer(PROTOCOL, *place, identity, caches, len(ids))
             start = pack(Start(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))
         await control.call("abort", pack(identity))
-        plain.members.remove(other.spec.life)
+        plain.members.remove(other.spec.epoch_name)
         plain.members.add(own)
         await until(plain.gateway.is_healthy)
         tokens, _, _ = await plain.complete(greedy("served", ids, 5, ignore_eos=True))
@@ -381,7 +387,7 @@ async def test_a_request_id_may_run_once(small_model: Path) -> None:
     async with rig(small_model, *SMALL) as cluster:
         admission, pieces = Admission(cluster.config), list[Piece]()
         await admission.attach(cluster.gateway)
-        asked = Unchecked(ids, "same", sampling=SamplingParams(max_tokens=50, ignore_eos=True))
+        asked = RawRequest(ids, "same", sampling=SamplingParams(max_tokens=50, ignore_eos=True))
 
         async def write(piece: Piece) -> None:
             if not pieces:

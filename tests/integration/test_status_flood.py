@@ -41,8 +41,8 @@ def count_questions(cluster: Rig) -> Counter[str]:
     for handle in cluster.gateway.fleet.ranks.values():
         handle.control = Counted(handle.control, asked)
     [decode], [prefill] = cluster.decodes, cluster.prefills
-    beat = decode.frames.beat
-    decode.frames.beat = lambda session: (asked.update(["frame"]), beat(session))[1]  # type: ignore[method-assign]
+    beat = decode.frames.on_heartbeat
+    decode.frames.on_heartbeat = lambda session: (asked.update(["frame"]), beat(session))[1]  # type: ignore[method-assign]
     for rank in (decode, prefill):
         post = rank.loop.post
         rank.loop.post = lambda work, post=post: (asked.update(["turn"]), post(work))[1]  # type: ignore[method-assign]
@@ -52,7 +52,7 @@ def count_questions(cluster: Rig) -> Counter[str]:
 async def test_many_calls_cost_a_rank_one_heartbeat_and_its_engine_nothing(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleets, "LONGEST_BEAT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(fleets, "MAX_HEARTBEAT_PERIOD_S", 10 * PATIENCE_S)
     async with rig(small_model, *SETS) as cluster, Server(cluster.config) as server:
         gateway = cluster.gateway
         await server.attach(gateway)
@@ -60,7 +60,7 @@ async def test_many_calls_cost_a_rank_one_heartbeat_and_its_engine_nothing(
         asked = count_questions(cluster)
         statuses = await asyncio.gather(*(gateway.status(0) for _ in range(NUM_CALLS)))
         assert {status.state for status in statuses} == {SERVING}
-        assert asked == {"beat": 1, "frame": 1}, "one heartbeat of each rank for all of them"
+        assert asked == {"heartbeat": 1, "frame": 1}, "one heartbeat of each rank for all of them"
         asked.clear()
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = rpc.InferenceStub(channel)
@@ -75,8 +75,8 @@ async def test_a_status_tells_of_what_was_done_before_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regular heartbeats are far away: a status brings the next one forward, but not sooner than
-    MIN_BEAT_S after the last."""
-    monkeypatch.setattr(fleets, "LONGEST_BEAT_S", 10 * PATIENCE_S)
+    MIN_HEARTBEAT_PERIOD_S after the last."""
+    monkeypatch.setattr(fleets, "MAX_HEARTBEAT_PERIOD_S", 10 * PATIENCE_S)
     async with rig(TINY_MODEL, *SETS) as cluster:
         now = asyncio.get_running_loop().time
         for i in range(3):
@@ -90,11 +90,11 @@ async def test_a_status_tells_of_what_was_done_before_it_was_asked_for(
             assert ranks["decode"].max_tokens == decode.pool.max_tokens
             assert ranks["decode"].born == decode.spec.epoch
             name = decode._parts.loaded.kernels.name
-            assert ranks["decode"].kernels == f"{name}, {decode.engine.programs.form}"
+            assert ranks["decode"].kernels == f"{name}, {decode.engine.programs.exec_mode_status}"
             assert ranks["prefill"].kernels == name
             await cluster.gateway.status(0)
             # time: the lower bound is what is tested, and a slow machine only adds to it
-            assert now() - began_at >= frame_reader.MIN_BEAT_S
+            assert now() - began_at >= frame_reader.MIN_HEARTBEAT_PERIOD_S
 
 
 async def test_a_rank_that_answers_no_heartbeat_is_shown_without_figures(
@@ -104,15 +104,15 @@ async def test_a_rank_that_answers_no_heartbeat_is_shown_without_figures(
     monkeypatch.setattr(handles, "STATUS_TIMEOUT_S", PATIENCE_S)
     async with rig(small_model, *SETS) as cluster:
         [decode] = cluster.decodes
-        handle = cluster.gateway.fleet.ranks[decode.spec.life]
+        handle = cluster.gateway.fleet.ranks[decode.spec.epoch_name]
         assert (await handle.status()).max_tokens == decode.pool.max_tokens
-        decode.frames.beat = lambda session: None  # type: ignore[method-assign]
+        decode.frames.on_heartbeat = lambda session: None  # type: ignore[method-assign]
         with monkeypatch.context() as at_once:
             at_once.setattr(handles, "STATUS_TIMEOUT_S", 0.0)
             late = await handle.status()
         assert not late.alive and late.max_tokens == 0
         waiting = asyncio.create_task(handle.status())
         await turns()
-        handle.liveness.end(RuntimeError("it died"))
+        handle.liveness.mark_lost(RuntimeError("it died"))
         for status in (await waiting, await handle.status()):
             assert (status.name, status.alive) == (decode.spec.label, False)

@@ -51,12 +51,12 @@ def long_answer(ids: list[int]) -> pb.GenerateRequest:
 
 
 def num_unread(cluster: Rig) -> int:
-    [streams] = cluster.gateway.running
+    [streams] = cluster.gateway.open_answers
     return streams._queue.qsize()
 
 
 def num_unread_bytes(cluster: Rig) -> int:
-    return sum(streams.num_unread_bytes for streams in cluster.gateway.running)
+    return sum(streams.num_unread_bytes for streams in cluster.gateway.open_answers)
 
 
 def num_rows(cluster: Rig) -> int:
@@ -82,7 +82,7 @@ async def test_an_abort_frees_the_row_of_a_stream_that_nobody_reads(small_model:
     [ids] = prompts(1, 20)
     async with served(small_model) as (cluster, stub):
         call = stub.Generate(long_answer(ids))
-        await until(lambda: len(cluster.gateway.running) and num_unread(cluster) > 20)
+        await until(lambda: len(cluster.gateway.open_answers) and num_unread(cluster) > 20)
         for _ in range(2):
             assert (await stub.Abort(pb.AbortRequest(request_id=NAME))).found
         await until(lambda: num_rows(cluster) == 0)
@@ -206,7 +206,7 @@ async def test_trickling_readers_keep_nobody_out(
             streams += await ask_without_reading(attacker, 1)
             num_streams = len(streams)
             await until(lambda num=num_streams: len(server._streams) == num)
-            await until(lambda: not any(map(len, cluster.gateway.running)))
+            await until(lambda: not any(map(len, cluster.gateway.open_answers)))
         assert len(server._streams) == cluster.gateway.max_streams
         async with AsyncClient(server.address, retry_s=0) as honest:
             for _ in range(8):

@@ -31,7 +31,7 @@ CHANGES = {
         "class ServerConfig(Section):": "    @property\n    def stop_s(self) -> float:\n"
         "        return self.parting_s\n\n\nclass ServerConfig(Section):",
     },
-    "kv_transfer/layout.py": {"PROTOCOL = 8": "PROTOCOL = 9"},
+    "kv_transfer/layout.py": {"PROTOCOL = 9": "PROTOCOL = 10"},
 }
 """One key is gone, another has come, and ranks say other messages to one another."""
 EXACT = """
@@ -124,10 +124,10 @@ def test_ranks_that_say_other_messages_do_not_meet(tmp_path: Path) -> None:
         begin_gateway(there["door-old"], it)
         text = generated(there["client"])
         odd = start_gateway(there["door-odd"], it)
-        wait_until(lambda: "protocol: 8 here, 9 there" in there["door-odd"].log(), "not said")
+        wait_until(lambda: "protocol: 9 here, 10 there" in there["door-odd"].log(), "not said")
         there["decode-going"].terminate()
         begin_ray(there["decode-odd"], it, it.groups["decode"])
-        refusal = "decode wants protocol: 9; prefill has protocol: 8"
+        refusal = "decode wants protocol: 10; prefill has protocol: 9"
         wait_until(lambda: refusal in there["door-old"].log(), "not refused")
         assert generated(there["client"]) == text
         assert told(there["client"], "tandem_serving") == 1

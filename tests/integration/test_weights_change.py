@@ -22,7 +22,7 @@ from tandem.cluster.entrypoints.server import Server
 from tandem.core.errors import LayoutMismatch, Unavailable
 from tandem.core.info import DECODE, NOT_SERVING, PREFILL, SERVING
 from tandem.core.request import Request, SamplingParams
-from tandem.kv_transfer.layout import check_given
+from tandem.kv_transfer.layout import check_compatible
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.files import CheckpointFiles
 from tests import rig as rigs
@@ -86,7 +86,7 @@ async def replace(cluster: Rig, kind: str) -> None:
     """A rank dies; its next life loads what lies under the path now."""
     ranks = cluster.prefills if kind == PREFILL else cluster.decodes
     dead = ranks.pop()
-    cluster.members.remove(dead.spec.life)
+    cluster.members.remove(dead.spec.epoch_name)
     await dead.stop()
     [plan] = [one for one in plan_gangs(cluster.config) if one.kind == kind]
     await cluster.start(*plan.specs(next(rigs._epochs), ["127.0.0.1"]))
@@ -104,7 +104,7 @@ async def test_a_rank_of_other_weights_gets_no_request_and_ends_no_answer(
 ) -> None:
     """An answer that is being decoded goes on."""
     wanted, (old, new) = reference(folders[0], 100), map(digest_of, folders)
-    begun = moved.gateway.begin(request("begun", 100))
+    begun = moved.gateway.start_answers(request("begun", 100))
     answer = list[int]()
 
     async def read() -> None:
@@ -115,16 +115,16 @@ async def test_a_rank_of_other_weights_gets_no_request_and_ends_no_answer(
     await until(lambda: len(answer) > 10)
     move(link, folders[1])
     await replace(moved, PREFILL)
-    await until(moved.gateway.fleet.unready)
+    await until(moved.gateway.fleet.unready_gangs)
     with pytest.raises(Unavailable) as refused:
         await moved.complete(request("later"))
     assert old in str(refused.value) and new in str(refused.value)
     await reader
     assert tuple(answer) == wanted, "its decode rank has all it needs"
-    assert not moved.gateway.fleet.usable()
+    assert not moved.gateway.fleet.usable_pairs()
     prefill, decode = moved.prefills[0].info, moved.decodes[0].info
     with pytest.raises(LayoutMismatch) as differ:
-        check_given(prefill.caches, decode.caches)
+        check_compatible(prefill.caches, decode.caches)
     assert f"model: {old}" in str(differ.value) and f"model: {new}" in str(differ.value)
 
 
@@ -133,7 +133,7 @@ async def test_a_gateway_refuses_a_cluster_that_has_become_another_model(
 ) -> None:
     """Its begun answers end by name, soon; a gateway that begins now serves the new model."""
     old, new = map(digest_of, folders)
-    begun = moved.gateway.begin(request("begun", 900))
+    begun = moved.gateway.start_answers(request("begun", 900))
     pieces = begun.pieces()
     first = await anext(pieces)
     move(link, folders[1])

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from tandem.core.control import Done, Handler, InProcessControl, ask
+from tandem.core.control import Empty, Handler, InProcessControl, call_rank
 from tandem.core.errors import HandoverError, RankLost, SequenceEnded
 from tandem.core.schema import decode, unpack
-from tandem.core.tasks import cancelled
-from tandem.kv_transfer import line
+from tandem.core.tasks import cancel_and_wait
+from tandem.kv_transfer import managed_channel
 from tandem.kv_transfer import messages as m
-from tandem.kv_transfer.channel import make_channels
-from tandem.kv_transfer.links import MAX_PLACES
-from tandem.kv_transfer.side import Deadlines
+from tandem.kv_transfer.channel import create_channel_factory
+from tandem.kv_transfer.endpoint import Deadlines
+from tandem.kv_transfer.peer_link import MAX_CHUNKS_PER_LINK
 from tests.integration.handover_peer import CONFIG, DEADLINE_S, DEADLINES, EPOCH, HOST, Prefill
 from tests.integration.handover_world import World, offer, world_over
 from tests.loopback import LoopbackChannels
@@ -33,7 +33,7 @@ WIRE_S = 0.5
 async def prefill_rank(
     deadlines: Deadlines = DEADLINES, lease_s: float = CONFIG.lease_s
 ) -> AsyncIterator[Prefill]:
-    prefill = Prefill(make_channels("gloo", HOST, WIRE_S), deadlines, lease_s)
+    prefill = Prefill(create_channel_factory("gloo", HOST, WIRE_S), deadlines, lease_s)
     yield prefill
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()
@@ -43,8 +43,8 @@ async def prefill_rank(
 def decode_rank(
     prefill: Prefill, name: str = "", epoch: int = 1, deadlines: Deadlines = DEADLINES
 ) -> AbstractAsyncContextManager[World]:
-    maker = make_channels("gloo", HOST, WIRE_S)
-    return world_over(prefill.handle, maker, name, epoch, deadlines)
+    channel_factory = create_channel_factory("gloo", HOST, WIRE_S)
+    return world_over(prefill.handle, channel_factory, name, epoch, deadlines)
 
 
 def channel_threads() -> int:
@@ -81,19 +81,28 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
         still, *others = worlds
         await pull_and_check(still)
         await still.prefill(asked := offer(30))
-        line, channel = await still.sink._links["p0"].ready()
+        managed_channel, channel = await still.sink._links["p0"].ensure_channel()
         chunks = [
-            m.Send(asked.identity, "main", 7 * i, 7 * i + 7, line.nonce, channel.asked[-1] + 1 + i)
-            for i in range(MAX_PLACES)
+            m.Send(
+                asked.identity,
+                "main",
+                7 * i,
+                7 * i + 7,
+                managed_channel.nonce,
+                channel.requested_chunks[-1] + 1 + i,
+            )
+            for i in range(MAX_CHUNKS_PER_LINK)
         ]
-        asks = [ask(still.control(), "send", chunk, m.Sent, PATIENCE_S) for chunk in chunks]
+        asks = [
+            call_rank(still.control(), "send", chunk, m.SendReply, PATIENCE_S) for chunk in chunks
+        ]
         sent, *_ = await asyncio.gather(*asks, return_exceptions=True)
-        assert isinstance(sent, m.Sent), "it waits in staging, for as long as the wire does"
+        assert isinstance(sent, m.SendReply), "it waits in staging, for as long as the wire does"
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.gather(*(pull_and_check(w, 30) for w in others for _ in range(3)))
         await until(lambda: not prefill.source.counts()["staging"])
         channel.abort("as a pull does whose chunk did not come")
-        line.drop("it failed")
+        managed_channel.drop("it failed")
         _, pages = await still.pull(asked)
         await still.check_bytes(asked, pages)
         for world in worlds:
@@ -109,12 +118,12 @@ async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_plac
             await world.prefill(asked)
         prefill.may_gather.clear()
         pulls = [asyncio.create_task(world.pull(asked)) for asked in offers]
-        await until(lambda: prefill.source.counts()["staging"] == MAX_PLACES)
+        await until(lambda: prefill.source.counts()["staging"] == MAX_CHUNKS_PER_LINK)
         await turns()
-        staging = world.sink._side.staging
+        staging = world.sink._endpoint.staging
         num_taken = staging.num_taken
         prefill.may_gather.set()
-        assert num_taken == MAX_PLACES < staging.num_buffers
+        assert num_taken == MAX_CHUNKS_PER_LINK < staging.num_buffers
         for asked, pull in zip(offers, pulls, strict=True):
             await world.check_bytes(asked, (await pull)[1])
         await world.check_clean(channels=1)
@@ -141,9 +150,9 @@ def first_send_late(prefill: Prefill, *, answers: bool) -> Handler:
 
 async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
     """As they do where the first waits for a channel, which is there when the next one comes."""
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker, lease_s=PATIENCE_S)
-    async with world_over(first_send_late(prefill, answers=False), maker) as world:
+    channel_factory = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
+    async with world_over(first_send_late(prefill, answers=False), channel_factory) as world:
         await pull_and_check(world)
         await world.check_clean(channels=1)
     await prefill.source.stop()
@@ -151,11 +160,11 @@ async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
 
 
 async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_for_another() -> None:
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill = Prefill(maker, lease_s=PATIENCE_S)
-    async with world_over(first_send_late(prefill, answers=True), maker) as world:
+    channel_factory = LoopbackChannels(DEADLINE_S)
+    prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
+    async with world_over(first_send_late(prefill, answers=True), channel_factory) as world:
         await world.prefill(asked := offer(20))
-        with pytest.raises(HandoverError, match=r"asked for .* got Sent\(transfer_id="):
+        with pytest.raises(HandoverError, match=r"asked for .* got SendReply\(transfer_id="):
             await world.pull(asked)
         await pull_and_check(world)
         await world.check_clean(channels=1)
@@ -167,8 +176,8 @@ async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_fo
 async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_late: bool) -> None:
     """What came a second time would be taken for the next one's. Gloo ends the process whose
     receive is too small for it."""
-    maker = LoopbackChannels(DEADLINE_S)
-    prefill, nonces = Prefill(maker, lease_s=PATIENCE_S), set()
+    channel_factory = LoopbackChannels(DEADLINE_S)
+    prefill, nonces = Prefill(channel_factory, lease_s=PATIENCE_S), set()
 
     async def twice(epoch: int, method: str, payload: bytes) -> bytes:
         calls = [prefill.handle(epoch, method, payload) for _ in range(1 + (method == "send"))]
@@ -176,10 +185,10 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
         for copy in copies:
             nonces.add(unpack(m.Send, payload).nonce)
             with pytest.raises(HandoverError, match="has been asked for already"):
-                decode(m.Sent, copy)
+                decode(m.SendReply, copy)
         return first
 
-    async with world_over(twice, maker) as world:
+    async with world_over(twice, channel_factory) as world:
         for num_tokens in (33, 20, 7):
             await pull_and_check(world, num_tokens)
         await world.check_clean(channels=1)
@@ -189,20 +198,20 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
 
 
 async def test_a_send_that_comes_again_after_many_is_refused() -> None:
-    maker, calls = LoopbackChannels(DEADLINE_S), list[bytes]()
-    prefill = Prefill(maker, lease_s=PATIENCE_S)
+    channel_factory, calls = LoopbackChannels(DEADLINE_S), list[bytes]()
+    prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
 
     async def handle(epoch: int, method: str, payload: bytes) -> bytes:
         calls.extend([payload] if method == "send" else [])
         return await prefill.handle(epoch, method, payload)
 
-    async with world_over(handle, maker) as world:
+    async with world_over(handle, channel_factory) as world:
         while len(calls) < 100:
             await pull_and_check(world)
         for early in (calls[0], calls[20], calls[-1]):
             again = await prefill.handle(EPOCH, "send", early)
             with pytest.raises(HandoverError, match="has been asked for already"):
-                decode(m.Sent, again)
+                decode(m.SendReply, again)
         await pull_and_check(world)
         await world.check_clean(channels=1)
     await prefill.source.stop()
@@ -211,18 +220,20 @@ async def test_a_send_that_comes_again_after_many_is_refused() -> None:
 
 async def test_a_pull_whose_identity_ends_while_a_chunk_is_read_fails_by_name() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
-        channel = await world.sink._link("p0", "p0", EPOCH, world.control()).ready()
+        channel = await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
         await world.prefill(asked := offer(20))
         prefill.may_gather.clear()
         pulling = asyncio.create_task(world.pull(asked))
-        await until(lambda: prefill.source.counts()["staging"] == MAX_PLACES)
+        await until(lambda: prefill.source.counts()["staging"] == MAX_CHUNKS_PER_LINK)
         release = m.Release(asked.identity, "cancelled")
-        await ask(world.control(), "release", release, Done, 5.0)
+        await call_rank(world.control(), "release", release, Empty, 5.0)
         prefill.may_gather.set()
         with pytest.raises(SequenceEnded, match="released: cancelled"):
             await pulling
         await world.check_clean(channels=1)
-        assert await world.sink._links["p0"].ready() == channel, "others' chunks may be on it"
+        assert await world.sink._links["p0"].ensure_channel() == channel, (
+            "others' chunks may be on it"
+        )
         await pull_and_check(world)
 
 
@@ -243,10 +254,10 @@ async def test_cancelling_a_pull_during_its_gather_frees_everything() -> None:
 async def test_who_gives_up_while_a_channel_is_built_takes_it_from_nobody() -> None:
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         link = world.sink._link("p0", "p0", EPOCH, world.control())
-        first, second = (asyncio.create_task(link.ready()) for _ in range(2))
+        first, second = (asyncio.create_task(link.ensure_channel()) for _ in range(2))
         await turns(1)
         assert link.has_channel and not first.done()
-        await cancelled(first)
+        await cancel_and_wait(first)
         _, channel = await second
         assert channel.failure is None
         await pull_and_check(world)
@@ -272,12 +283,12 @@ async def test_a_channel_is_idle_since_its_last_use_and_not_since_it_was_made(
 ) -> None:
     now = [0.0]
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
-        monkeypatch.setattr(line, "time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr(managed_channel, "time", SimpleNamespace(monotonic=lambda: now[0]))
         await pull_and_check(world)
         now[0] = 100.0
         await pull_and_check(world)
         accepted = prefill.source._channels._accepted.values()
-        ends = [world.sink._links["p0"]._line, *(end for _, end in accepted)]
+        ends = [world.sink._links["p0"]._managed, *(end for _, end in accepted)]
         assert len(ends) == 2
         for end in ends:
             assert end is not None and not end.is_idle(50.0)
@@ -347,7 +358,7 @@ async def test_a_later_life_of_a_decode_rank_replaces_its_channel() -> None:
         assert prefill.source.counts()["channels"] == 2, "another rank of the same life"
         late = await stack.enter_async_context(decode_rank(prefill, "decode-0.1", 4))
         with pytest.raises(HandoverError, match="decode-0.1: epoch 4 after 11"):
-            await late.sink._link("p0", "p0", EPOCH, late.control()).ready()
+            await late.sink._link("p0", "p0", EPOCH, late.control()).ensure_channel()
         await pull_and_check(world)
 
 
@@ -380,7 +391,9 @@ async def test_a_later_life_of_a_prefill_rank_replaces_the_link() -> None:
                 return await life.handle(EPOCH, method, payload)
 
             control = InProcessControl(handle, epoch)
-            await world.sink._link(f"prefill-0.{epoch}.0", "prefill-0.0", epoch, control).ready()
+            await world.sink._link(
+                f"prefill-0.{epoch}.0", "prefill-0.0", epoch, control
+            ).ensure_channel()
             assert world.sink.counts()["channels"] == len(world.sink._links) == 1
         await until(lambda: not lives[0].source.counts()["channels"])
         assert lives[1].source.counts()["channels"] == 1

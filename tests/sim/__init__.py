@@ -1,7 +1,7 @@
 """A whole cluster in one process and in virtual time: one seed decides all that happens.
 
-Gateways, controller, keepers, nodes, engines, channels and frames are those of the product, as they
-are. Below them, in place of the machine: time, chance and threads of the standard library
+Gateways, controller, supervisors, nodes, engines, channels and frames are those of the product, as
+they are. Below them, in place of the machine: time, chance and threads of the standard library
 (``loop.py``, ``threads.py``, ``chance.py``), connections (``net.py``), Ray (``fake_ray.py``,
 ``actors.py``), the backend of channels (``wire.py``), a gang's collectives (``lockstep.py``) and
 the checkpoint (``model.py``). ``world.py`` puts them together, ``clients.py`` asks, ``faults.py``

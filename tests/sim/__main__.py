@@ -53,7 +53,7 @@ def one(seed: int, args: argparse.Namespace) -> bool:
     result = run_seed(seed, faults, keeps_log=args.log)
     tell(result)
     faults_told = (f"--fault '{fault}'" for fault in result.faults)
-    print(result.num_told, *faults_told, sep="\n  ", flush=True)
+    print(result.num_updates, *faults_told, sep="\n  ", flush=True)
     return bool(result.failures)
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cluster.control.machines import CONTROLLER
-from tandem.cluster.gateway.handles import Pair
+from tandem.cluster.gateway.handles import AttemptRoute
 from tandem.core.identity import Identity
 from tandem.core.info import DECODE, PREFILL
 from tandem.core.membership import READY
-from tandem.runtime.shell import RankShell
+from tandem.runtime.rank_actor import RankActor
 from tests.sim.world import Gateway, World
 
 ANSWER_S, STILL_S = 60.0, 5.0
@@ -36,7 +36,7 @@ class Checks:
         orphans, watches, loose = {}, {}, {}
         known = self._known()
         for name, rank in self.ranks():
-            watches[name] = rank.loop.watch
+            watches[name] = rank.loop.stall_detector
             for identity in self._held(rank):
                 if rank.spec.kind == DECODE:
                     if identity in held_by:
@@ -45,9 +45,9 @@ class Checks:
                 if identity not in known and rank.loop.is_running:
                     orphans[name, identity] = self._orphans.get((name, identity), now)
             if rank.spec.kind == DECODE:
-                for identity in rank._arriving.keys() - {*self._held(rank)}:
+                for identity in rank._arrivals.keys() - {*self._held(rank)}:
                     loose[name, identity] = self._loose.get((name, identity), now)
-            if rank.loop.watch._began_at is None:
+            if rank.loop.stall_detector._turn_started_at is None:
                 self._integrity(name, rank)
         self._orphans, self._loose = orphans, loose
         for (name, identity), since in loose.items():
@@ -56,8 +56,8 @@ class Checks:
         for (name, identity), since in orphans.items():
             most_s, watch = world.config.kv_transfer.lease_s, watches[name]
             # Only the engine lets go, and it may have waited for a stopped rank since then.
-            if watch._began_at is not None and watch._began_at <= since + most_s:
-                most_s = max(most_s, watch._began_at - since + watch.bound_s)
+            if watch._turn_started_at is not None and watch._turn_started_at <= since + most_s:
+                most_s = max(most_s, watch._turn_started_at - since + watch.timeout_s)
             if now - since > most_s + SLACK_S + world.wires.most_extra_s:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
@@ -69,18 +69,20 @@ class Checks:
         gangs = controller.instance._snapshot.gangs
         if not gangs or any(gang.state != READY for gang in gangs):
             return f"gangs: {[(gang.name, gang.state, gang.cause) for gang in gangs]}"
-        lives = {info.spec.life for gang in gangs for info in gang.members}
+        lives = {info.spec.epoch_name for gang in gangs for info in gang.members}
         for one in self.world.gateways:
             if not one.process.is_alive or one.gateway is None:
                 return f"{one.name} does not serve"
             fleet = one.gateway.fleet
             if fleet.ranks.keys() != lives:
                 return f"{one.name} knows {[*fleet.ranks]}, not {lives}"
-            if not fleet.usable() or len(fleet.usable()) < len(fleet._warm_ups):
-                return f"{one.name} uses {len(fleet.usable())} of {len(fleet._warm_ups)} pairs"
+            if not fleet.usable_pairs() or len(fleet.usable_pairs()) < len(fleet._warm_ups):
+                return (
+                    f"{one.name} uses {len(fleet.usable_pairs())} of {len(fleet._warm_ups)} pairs"
+                )
             if left := self._left_at(one):
                 return f"{one.name} has {left}"
-        members = {info.spec.process for gang in gangs for info in gang.members}
+        members = {info.spec.process_name for gang in gangs for info in gang.members}
         alive = {name for name, _ in self.ranks()}
         if members != alive:
             return f"ranks {members} and {alive}"
@@ -90,25 +92,27 @@ class Checks:
             pool = rank.pool
             if pool.num_available != pool.num_pages - 1:
                 return f"{name} has {pool.num_available} of {pool.num_pages - 1} pages"
-            side = rank.source._side if rank.spec.kind == PREFILL else rank.intake._side
+            side = (
+                rank.source._endpoint if rank.spec.kind == PREFILL else rank.kv_receiver._endpoint
+            )
             if num := side.staging.num_taken:
                 return f"{name} has {num} staging buffers taken"
-            if busy := [link.owner for link in self._links(rank) if link.num_moving]:
+            if busy := [link.owner for link in self._links(rank) if link.num_transferring]:
                 return f"{name} has chunks of {busy} on their way"
         return ""
 
     def _left_at(self, one: Gateway) -> str:
         """What a gateway still holds of answers that have ended."""
         assert one.gateway is not None and one.admission is not None
-        if num := len(one.admission._streams) or sum(map(len, one.gateway.running)):
+        if num := len(one.admission._streams) or sum(map(len, one.gateway.open_answers)):
             return f"{num} open streams"
         if num := one.admission._threads.num_chars:
             return f"{num} characters to be tokenised"
         for rank in one.gateway.fleet.ranks.values():
             if rank.inboxes.queues or rank.inboxes.granted:
-                return f"inboxes of {[*rank.inboxes.queues]} at {rank.life}"
+                return f"inboxes of {[*rank.inboxes.queues]} at {rank.epoch_name}"
             if rank.load.num_tokens:
-                return f"{rank.load.num_tokens} tokens that {rank.life} is to compute"
+                return f"{rank.load.num_tokens} tokens that {rank.epoch_name} is to compute"
         return ""
 
     async def all_pairs_work(self) -> None:
@@ -117,10 +121,10 @@ class Checks:
         await asyncio.sleep(STILL_S)  # time: virtual
         for one in self.world.gateways:
             assert one.gateway is not None
-            for pair in one.gateway.fleet.usable():
+            for pair in one.gateway.fleet.usable_pairs():
                 failure = await self._together(one, pair) and await self._together(one, pair)
                 if failure:
-                    names = " and ".join(rank.life for rank in pair)
+                    names = " and ".join(rank.epoch_name for rank in pair)
                     self.world.wrong(f"{names} do not work together: {failure!r}")
 
     async def _together(self, one: Gateway, pair: Any) -> Exception | None:
@@ -128,7 +132,7 @@ class Checks:
         assert one.gateway is not None
         try:
             async with asyncio.timeout(ANSWER_S):
-                await one.gateway._warm(Pair(*pair, Identity(f"{one.name}-last")))
+                await one.gateway._send_warm_up(AttemptRoute(*pair, Identity(f"{one.name}-last")))
         except Exception as error:
             return error
         return None
@@ -139,18 +143,18 @@ class Checks:
             process, shell = actor.process, actor.instance
             if process is None or not process.is_alive or process.is_stopped:
                 continue
-            if isinstance(shell, RankShell) and shell._rank is not None:
+            if isinstance(shell, RankActor) and shell._rank is not None:
                 yield actor.name, shell._rank
 
     def _held(self, rank: Any) -> list[Identity]:
         scheduler = rank.engine.scheduler
         held = [*scheduler.sequences]
         if rank.spec.kind == PREFILL:
-            return list(dict.fromkeys([*held, *rank.source._book.open_ones()]))
-        return list(dict.fromkeys([*held, *scheduler.queue.begun, *scheduler.queue.fresh]))
+            return list(dict.fromkeys([*held, *rank.source._book.open_identities()]))
+        return list(dict.fromkeys([*held, *scheduler.queue.resumed, *scheduler.queue.new]))
 
     def _links(self, rank: Any) -> list[Any]:
-        return [] if rank.spec.kind == PREFILL else [*rank.intake._links.values()]
+        return [] if rank.spec.kind == PREFILL else [*rank.kv_receiver._links.values()]
 
     def _known(self) -> set[Identity]:
         """To gateways that live, whether they go on or not."""

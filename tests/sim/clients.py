@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 
 from tandem.cluster.client.stream import InferenceError, StreamPlan
-from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_raw_request
 from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.cluster.proto import tandem_pb2 as pb
+from tandem.cluster.proto.grpc_settings import RETRY_AFTER_KEY, STREAM_KEY
 from tandem.cluster.proto.mapping import piece_to_proto
-from tandem.cluster.proto.wire import RETRY_AFTER_KEY, STREAM_KEY
 from tandem.core.answer import Delta, Piece
 from tandem.core.request import Request, SamplingParams
 from tests.sim.loop import Process
@@ -73,7 +73,7 @@ class Client:
 
 @dataclass(frozen=True)
 class Sent:
-    """A stream's first message, as StreamPlan.begin sends it."""
+    """A stream's first message, as StreamPlan.start_call sends it."""
 
     message: pb.GenerateRequest
     metadata: dict[str, str]
@@ -154,7 +154,7 @@ class Clients:
     ) -> InferenceError | None:
         """One try; why it broke."""
         over = client.over = asyncio.get_running_loop().create_future()
-        sent: Any = client.plan.begin(Sent)  # type: ignore[arg-type]
+        sent: Any = client.plan.start_call(Sent)  # type: ignore[arg-type]
 
         def take(response: pb.GenerateResponse) -> None:
             if not over.done():
@@ -172,7 +172,7 @@ class Clients:
             failure = None
             assert gateway.admission is not None
             try:
-                asked, nonce = to_unchecked(sent.message), sent.metadata[STREAM_KEY]
+                asked, nonce = to_raw_request(sent.message), sent.metadata[STREAM_KEY]
                 await gateway.admission.answer(asked, write, nonce, proofs.append)
             except Exception as error:
                 status = status_of(error)

@@ -6,8 +6,8 @@ from functools import partial
 
 from ray.exceptions import RayError
 
-from tandem.cluster.control.drain import renew
-from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.drain import drain_and_restart
+from tandem.cluster.control.gang_supervisor import GangSupervisor
 from tandem.cluster.control.members import RayMembers, stop_cluster
 from tandem.core.config_shared import shared_digest
 from tandem.core.errors import TandemError
@@ -111,7 +111,7 @@ class EdgeFaults(Faults):
         )
         for way in (names, names[::-1]):
             self._cuts[way] = self.world.loop.time() + PARTED * fault.for_s
-        self._later(PARTED * fault.for_s + 0.001, self.world.net.heal)
+        self._later_passes(PARTED * fault.for_s + 0.001, self.world.net.heal)
         self._end_gateway(self.world.gateways[fault.number // 49 % len(self.world.gateways)])
         return " and ".join(names)
 
@@ -131,13 +131,13 @@ class EdgeFaults(Faults):
 
     def _die_soon(self, rank: Actor) -> None:
         assert rank.process is not None
-        self._later(self._draw.uniform(*LIFE_S), rank.process.kill)
+        self._later_passes(self._draw.uniform(*LIFE_S), rank.process.kill)
 
     # What an operator does.
 
     def _move_link(self, fault: Fault) -> str:
         self.world.loads.weights = OTHER_WEIGHTS
-        self._later(fault.for_s, self._move_link_back)
+        self._later_passes(fault.for_s, self._move_link_back)
         return f"for {fault.for_s} s"
 
     def _move_link_back(self) -> None:
@@ -148,23 +148,27 @@ class EdgeFaults(Faults):
         """As ``tandem rebalance`` has it, for counts that no simulated rank has."""
         for one in self._actors(is_rank=False):
             gangs = one.instance._gangs if one.instance is not None else {}
-            ready = [keeper for keeper in gangs.values() if keeper.gang.state == READY]
+            ready = [supervisor for supervisor in gangs.values() if supervisor.gang.state == READY]
             if ready and one.process is not None and not one.process.is_stopped:
-                keeper = ready[fault.number % len(ready)]
-                one.process.start(self._placed_anew(keeper, one.instance._changing, fault.number))
-                return str(keeper.gang.name)
+                supervisor = ready[fault.number % len(ready)]
+                one.process.start(
+                    self._placed_anew(supervisor, one.instance._change_lock, fault.number)
+                )
+                return str(supervisor.gang.name)
         return ""
 
-    async def _placed_anew(self, keeper: GangKeeper, changing: asyncio.Lock, number: int) -> None:
-        num_ranks = keeper.plan.num_ranks
+    async def _placed_anew(
+        self, supervisor: GangSupervisor, change_lock: asyncio.Lock, number: int
+    ) -> None:
+        num_ranks = supervisor.plan.num_ranks
         experts = random.Random(number).sample(range(NUM_EXPERTS), NUM_EXPERTS)
         placement = Placement(num_ranks, (tuple(experts),))
         try:
-            await renew(keeper, changing, placement)
+            await drain_and_restart(supervisor, change_lock, placement)
         except TandemError as error:
-            self.world.told("not moved", keeper.plan.name, error)
+            self.world.told("not moved", supervisor.plan.name, error)
         else:
-            self._service.moved[keeper] = placement
+            self._service.moved[supervisor] = placement
 
     def _other_config(self, fault: Fault) -> str:
         process = Process(self.world.loop, "operator", "m0")
@@ -202,7 +206,7 @@ class EdgeFaults(Faults):
         self.world.config = config  # type: ignore[assignment]
         self.world.told("taken over")
         for gateway in self.world.gateways:
-            self._later(0.0, partial(self._end_gateway, gateway))
+            self._later_passes(0.0, partial(self._end_gateway, gateway))
 
     # Hostile clients.
 

@@ -132,7 +132,7 @@ class FakeRay:
             for one in self.machines
         ]
 
-    def free_of_nodes(self) -> dict[str, dict[str, float]]:
+    def free_resources_by_node(self) -> dict[str, dict[str, float]]:
         self._answers()
         return {one.name: {"CPU": one.num_cpus - one.used} for one in self.machines}
 
@@ -307,7 +307,7 @@ class FakeRay:
         )
         names = (
             *("get_placement_group", "placement_group", "remove_placement_group"),
-            *("draining_nodes", "free_of_nodes"),
+            *("draining_nodes", "free_resources_by_node"),
         )
         return [
             *(

@@ -6,8 +6,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from tandem.cluster.control.drain import renew
-from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.drain import drain_and_restart
+from tandem.cluster.control.gang_supervisor import GangSupervisor
 from tandem.cluster.control.machines import CONTROLLER
 from tandem.core.errors import TandemError
 from tandem.core.membership import READY
@@ -20,11 +20,20 @@ from tests.sim.net import Transport
 from tests.sim.world import Gateway, World
 
 CALLS = (
-    *("grant", "start", "prefill", "abort", "cancel", "beat"),
-    *("who", "host", "join", "leave", "begin", "attach", "membership", "report"),
+    *("grant", "start", "prefill", "abort", "cancel", "heartbeat"),
+    *(
+        "get_state",
+        "open_rendezvous",
+        "join",
+        "leave",
+        "ensure_adopted",
+        "attach",
+        "membership",
+        "report",
+    ),
 )
 """In which somebody may die."""
-BREAKING = "connect", "pull", "send", "sums", "renew", "release", "hang_up"
+BREAKING = "connect", "pull", "send", "checksums", "renew", "release", "close_channel"
 """Calls from decode to prefill in which their connection may break."""
 SLOW_S, COPY_S, GATEWAY_S, CALL_S, REACH_S = 6.0, 12.0, 2.0, 0.01, 0.0031
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
@@ -121,7 +130,7 @@ class Faults:
         process = ranks[fault.number % len(ranks)].process
         assert process is not None
         process.stop()
-        self._later(fault.for_s, lambda: process.is_stopped and process.resume())
+        self._later_passes(fault.for_s, lambda: process.is_stopped and process.resume())
         return process.name
 
     def _kill_gateway(self, fault: Fault) -> str:
@@ -133,7 +142,7 @@ class Faults:
         if not gateway.process.is_alive:
             return False
         gateway.process.kill()
-        self._later(GATEWAY_S, lambda: self.world.begin_gateway(gateway.name))
+        self._later_passes(GATEWAY_S, lambda: self.world.begin_gateway(gateway.name))
         return True
 
     def _stop_gateway(self, fault: Fault) -> str:
@@ -141,7 +150,7 @@ class Faults:
         if process.is_stopped or not process.is_alive:
             return ""
         process.stop()
-        self._later(fault.for_s, lambda: process.is_stopped and process.resume())
+        self._later_passes(fault.for_s, lambda: process.is_stopped and process.resume())
         return process.name
 
     def _kill_controller(self, fault: Fault) -> str:
@@ -155,16 +164,16 @@ class Faults:
         """A gang is begun anew, as for experts that are placed anew; its controller may die."""
         for one in self._actors(is_rank=False):
             gangs = one.instance._gangs if one.instance is not None else {}
-            ready = [keeper for keeper in gangs.values() if keeper.gang.state == READY]
+            ready = [supervisor for supervisor in gangs.values() if supervisor.gang.state == READY]
             if ready and one.process is not None and not one.process.is_stopped:
-                keeper = ready[fault.number % len(ready)]
-                one.process.start(self._moved(keeper, one.instance._changing))
-                return str(keeper.gang.name)
+                supervisor = ready[fault.number % len(ready)]
+                one.process.start(self._moved(supervisor, one.instance._change_lock))
+                return str(supervisor.gang.name)
         return ""
 
-    async def _moved(self, keeper: GangKeeper, changing: asyncio.Lock) -> None:
+    async def _moved(self, supervisor: GangSupervisor, change_lock: asyncio.Lock) -> None:
         with suppress(TandemError):
-            await renew(keeper, changing, keeper.placement)
+            await drain_and_restart(supervisor, change_lock, supervisor.placement)
 
     def _lose_machine(self, fault: Fault) -> str:
         """Not that of the head, on which Ray itself lives; another comes in its place."""
@@ -173,7 +182,7 @@ class Faults:
             return ""
         lost: Machine = machines[fault.number % len(machines)]
         self.world.ray.lose(lost)
-        self._later(fault.for_s, lambda: self.world.add_machine(lost.num_cpus))
+        self._later_passes(fault.for_s, lambda: self.world.add_machine(lost.num_cpus))
         return lost.name
 
     def _drain_machine(self, fault: Fault) -> str:
@@ -185,8 +194,8 @@ class Faults:
             return ""
         going: Machine = machines[fault.number % len(machines)]
         going.is_draining = True
-        self._later(fault.for_s, lambda: going.is_alive and self.world.ray.lose(going))
-        self._later(fault.for_s, lambda: self.world.add_machine(going.num_cpus))
+        self._later_passes(fault.for_s, lambda: going.is_alive and self.world.ray.lose(going))
+        self._later_passes(fault.for_s, lambda: self.world.add_machine(going.num_cpus))
         return going.name
 
     def _late_machine(self, fault: Fault) -> str:
@@ -211,7 +220,7 @@ class Faults:
         is_one_way = fault.number // 49 % 3 == 0
         for way in [(first, second), (second, first)][: 1 if is_one_way else 2]:
             self._cuts[way] = self.world.loop.time() + fault.for_s
-        self._later(fault.for_s + 0.001, self.world.net.heal)
+        self._later_passes(fault.for_s + 0.001, self.world.net.heal)
         return f"{first} {'to' if is_one_way else 'and'} {second}"
 
     def _slow_wire(self, fault: Fault) -> str:
@@ -263,9 +272,11 @@ class Faults:
             victim = caller if dying[1] else actor.process
             gateway = next((g for g in self.world.gateways if g.process is victim), None)
             if gateway is not None:
-                self._later(0.0, partial(self._end_gateway, gateway))
+                self._later_passes(0.0, partial(self._end_gateway, gateway))
             elif victim in self.world.ray.actor_of:
-                self._later(0.0 if dying[1] else self._draw.uniform(0.0, CALL_S), victim.kill)
+                self._later_passes(
+                    0.0 if dying[1] else self._draw.uniform(0.0, CALL_S), victim.kill
+                )
             else:
                 continue
             self._dying.remove(dying)
@@ -290,5 +301,5 @@ class Faults:
             is_doubled=drawn_["doubled"] and method == "call",
         )
 
-    def _later(self, after_s: float, function: Any) -> None:
+    def _later_passes(self, after_s: float, function: Any) -> None:
         self.world.ray.later(after_s, function)

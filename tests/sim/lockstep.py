@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.core.errors import EpochEnded
-from tandem.core.membership import Meeting, RankSpec
-from tandem.core.pace import Place
+from tandem.core.membership import RankSpec, Rendezvous
+from tandem.core.progress import LockstepPosition
 from tandem.core.schema import pack, unpack
 from tandem.runtime.gang.collectives import CONNECT_S
-from tandem.runtime.gang.member import Member
-from tandem.runtime.gang.rounds import Rounds
-from tandem.runtime.gang.told import Proposed, Told
-from tandem.runtime.watch import Watch
+from tandem.runtime.gang.gang_lockstep import GangLockstep
+from tandem.runtime.gang.planner_messages import PlanMessage, ProposalMessage
+from tandem.runtime.gang.proposal_rounds import ProposalRounds
+from tandem.runtime.stall_detector import StallDetector
 from tests.sim.loop import here
 from tests.sim.net import Net
 
@@ -34,29 +34,35 @@ class Gangs:
 
     def hub(self, num_ranks: int, host: str) -> "SimHub":
         made = SimHub(self.net, num_ranks, host)
-        self.hubs[made.meeting.port] = made
+        self.hubs[made.rendezvous.port] = made
         return made
 
     def member(
-        self, spec: RankSpec, meeting: Meeting, hub: Any, device: Any, watch: Watch
+        self,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        hub: Any,
+        device: Any,
+        stall_detector: StallDetector,
     ) -> "SimMember":
-        return SimMember(self.net, self.hubs[meeting.port], spec, hub, watch)
+        return SimMember(self.net, self.hubs[rendezvous.port], spec, hub, stall_detector)
 
 
 class SimHub:
-    """Rank 0's, in its process: as runtime/gang/hub.py, but for its thread and connections."""
+    """Rank 0's, in its process: as runtime/gang/planner_server.py, but for its thread and
+    connections."""
 
     def __init__(self, net: Net, num_ranks: int, host: str) -> None:
         self.process, self._num_ranks = here(), num_ranks
-        self.meeting = Meeting(host, net.next_port(), 0, b"t" * 32)
+        self.rendezvous = Rendezvous(host, net.next_port(), 0, b"t" * 32)
         self.members: dict[int, SimMember] = {}
-        self._rounds: Rounds[Any, Any] | None = None
+        self._rounds: ProposalRounds[Any, Any] | None = None
         self._proposal: type = object
         self.is_closed = False
         self.process.closes.append(self.close)
 
-    def run(self, decide: Any, proposal: type) -> None:
-        self._rounds, self._proposal = Rounds(self._num_ranks, decide), proposal
+    def start_planning(self, decide: Any, proposal: type) -> None:
+        self._rounds, self._proposal = ProposalRounds(self._num_ranks, decide), proposal
 
     def come(self, member: "SimMember") -> None:
         """Once all are there they may begin."""
@@ -73,22 +79,22 @@ class SimHub:
             for member in self.members.values():
                 member.hear(member.lose, GONE)
 
-    def propose(self, rank: int, message: Proposed) -> None:
+    def propose(self, rank: int, message: ProposalMessage) -> None:
         if self.is_closed or self._rounds is None:
             return
         self._rounds.propose(rank, message.step, unpack(self._proposal, message.proposal))
-        self._ask()
+        self._poll_ranks()
         while (planned := self._rounds.plan()) is not None:
             step, key = planned
             for member in self.members.values():
-                member.hear(member.take, Told(step, None if key is None else pack(key)))
-            self._ask()
+                member.hear(member.take, PlanMessage(step, None if key is None else pack(key)))
+            self._poll_ranks()
 
-    def _ask(self) -> None:
+    def _poll_ranks(self) -> None:
         assert self._rounds is not None
-        for rank in self._rounds.asks():
+        for rank in self._rounds.ranks_to_poll():
             member = self.members[rank]
-            member.hear(member.take, Told(self._rounds.step, is_asked=True))
+            member.hear(member.take, PlanMessage(self._rounds.step, is_poll=True))
 
 
 class _Peers:
@@ -97,39 +103,48 @@ class _Peers:
     is_aborted = False
 
     def __init__(self) -> None:
-        self.place = Place()
+        self.position = LockstepPosition()
 
-    def begin(self, step: int, timeout_s: float) -> None:
-        self.place = Place(step)
+    def start_step(self, step: int, timeout_s: float) -> None:
+        self.position = LockstepPosition(step)
 
     def abort(self) -> None:
         """There is nothing to end."""
 
 
-class SimMember(Member):
+class SimMember(GangLockstep):
     """Made on a thread, which waits for the other ranks. What it is told comes by ``hear``."""
 
     def __init__(
-        self, net: Net, there: SimHub, spec: RankSpec, hub: SimHub | None, watch: Watch
+        self,
+        net: Net,
+        there: SimHub,
+        spec: RankSpec,
+        hub: SimHub | None,
+        stall_detector: StallDetector,
     ) -> None:
         self.process, self.rank, self._net, self._there = here(), spec.rank, net, there
         self.collectives = _Peers()  # type: ignore[assignment]
-        watch.place = lambda: self.collectives.place
-        self._name, self._hub = spec.life, hub  # type: ignore[assignment]
-        self._watch, self._clock, self._due_at = watch, watch.clock, math.inf
-        self._key: Any = None
-        self._on_asked: Callable[[], None] = lambda: None
+        stall_detector.position = lambda: self.collectives.position
+        self._name, self._planner_server = spec.epoch_name, hub  # type: ignore[assignment]
+        self._stall_detector, self._clock, self._due_at = (
+            stall_detector,
+            stall_detector.clock,
+            math.inf,
+        )
+        self._key_type: Any = None
+        self._on_step_requested: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
-        self._next, self._asked, self._told, self._lost = 1, 0, {}, ""
+        self._next_step, self._requested_step, self._plans, self._end_reason = 1, 0, {}, ""
         self._reader = threading.Thread(target=lambda: None)
         self._has_met = False
         self.process.closes.append(self._leave)
         self._tell(there.come, self)
         with self._changed:
-            self._changed.wait_for(lambda: self._has_met or self._lost, CONNECT_S)
-        if self._lost or not self._has_met:
+            self._changed.wait_for(lambda: self._has_met or self._end_reason, CONNECT_S)
+        if self._end_reason or not self._has_met:
             self._leave()
-            raise EpochEnded(f"{self._name}: the gang does not come together: {self._lost}")
+            raise EpochEnded(f"{self._name}: the gang does not come together: {self._end_reason}")
 
     def hear(self, what: Callable[..., None], *given: Any) -> None:
         """In its process, as a message comes."""
@@ -140,18 +155,18 @@ class SimMember(Member):
             self._has_met = True
             self._changed.notify_all()
 
-    def take(self, told: Told) -> None:
-        self._take(told)
+    def take(self, told: PlanMessage) -> None:
+        self._on_message(told)
 
     def lose(self, reason: str) -> None:
-        self._lose(reason)
+        self._end_epoch(reason)
 
     def close(self) -> None:
         self._leave()
-        if self._hub is not None:
-            self._hub.close()
+        if self._planner_server is not None:
+            self._planner_server.close()
 
-    def _send(self, message: Proposed) -> None:
+    def _send(self, message: ProposalMessage) -> None:
         self._tell(self._there.propose, self.rank, message)
 
     def _tell(self, what: Callable[..., None], *given: Any) -> None:

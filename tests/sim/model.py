@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tandem.core.config import TandemConfig
-from tandem.core.pace import LOADING, on_start
 from tandem.core.placement import Placement
+from tandem.core.progress import LOADING, on_startup_progress
 from tandem.core.request import Request
-from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.core.stopping import remaining_budget, stop_ids, truncate_at_stop
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.drafters.base import Drafter
 from tandem.model.drafters.ngram import NgramDrafter
@@ -74,7 +74,9 @@ class HashNetwork:
         self._draw, self._failing, self._slow, self._step_s = draw_, failing, slow, step_s
         self._table = _table(weights)
 
-    def tapped(self, batch: Batch, caches: Caches, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def forward_with_taps(
+        self, batch: Batch, caches: Caches, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         hidden = self._hidden(batch, caches)
         return hidden, hidden
 
@@ -143,14 +145,14 @@ class Logits:
 def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
     """The tokens of the answer."""
     sampling = request.sampling
-    num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
+    num_most = remaining_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops = stop_ids(sampling, eos_ids)
     rows = SamplingRows.of([sampling], torch.device("cpu"))
     logits, output = Logits(request.prompt_ids, WEIGHTS), list[int]()
     while True:
         token = int(draw(logits.next_1V(), rows, torch.tensor([len(output)])))
         output.append(token)
-        kept, reason = cut((*output,), stops, num_most)
+        kept, reason = truncate_at_stop((*output,), stops, num_most)
         if reason is not None:
             return kept
         logits.push(token)
@@ -199,7 +201,7 @@ class Loads:
         check_digest(weights)
         for share in (0.25, 0.5, 0.75, 1.0):
             time.sleep(self._draw.uniform(0.1, 0.6))  # time: virtual
-            on_start.get()(LOADING, share)
+            on_startup_progress.get()(LOADING, share)
         network: Any = HashNetwork(self._draw, self.failing, self.slow, self.step_s, weights)
         most = config.model.max_model_len or self._config.max_position_embeddings
         drafter: Drafter = NoDrafter()

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tandem.cluster.client.options import Prompt
-from tandem.cluster.gateway.checks import bounds
+from tandem.cluster.gateway.checks import field_bounds
 from tandem.core import request as kinds
 from tandem.core.info import ModelInfo
-from tandem.core.request import STOP, Request, SamplingParams, TokenBias, Unchecked
-from tandem.core.stopping import cut, num_budget, stop_ids
+from tandem.core.request import STOP, RawRequest, Request, SamplingParams, TokenBias
+from tandem.core.stopping import remaining_budget, stop_ids, truncate_at_stop
 from tandem.model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
 from tandem.model.sampling.sampler import SamplingRows, draw
 from tandem.text.tokenizer import Tokenizer
@@ -66,7 +66,7 @@ class Order:
         if isinstance(self.prompt, str):
             # Not by the slow tokeniser's own call: this is no process of the cluster.
             ids = [self.tokenizer._tokenizer.token_to_id(char) for char in self.prompt]
-            return (*self.tokenizer._begin, *ids)
+            return (*self.tokenizer._prefix_ids, *ids)
         return tuple(self.prompt)
 
     def right(self, index: int, weights: str) -> Right:
@@ -93,7 +93,7 @@ class Order:
 def expected(request: Request, max_model_len: int, weights: str, tokenizer: Tokenizer) -> Right:
     """Write the answer of a quiet cluster token by token, without a cache."""
     sampling = request.sampling
-    num_most = num_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
+    num_most = remaining_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops = stop_ids(sampling, (EOS,))
     cpu = torch.device("cpu")
     rules = no_rules(1, NUM_TOKENS, cpu)
@@ -106,7 +106,7 @@ def expected(request: Request, max_model_len: int, weights: str, tokenizer: Toke
         token_1 = draw(adjust(logits.next_1V(), rules, num_1, no_drafts), rows, num_1)
         output.append(token := int(token_1))
         count_emitted(rules, first, token_1.view(1, 1), torch.tensor([1]))
-        kept, reason = cut((*output,), stops, num_most)
+        kept, reason = truncate_at_stop((*output,), stops, num_most)
         ended = _stopped(kept, sampling, tokenizer, by_id=reason == STOP)
         if ended is not None:
             return Right(kept, ended, STOP)
@@ -164,7 +164,7 @@ def draw_order(
 
 def _numbers(draw_: random.Random) -> dict[str, Any]:
     """Numbers as users set them, or at the bounds that gateways have for them."""
-    table = bounds(Unchecked(), _MODEL)
+    table = field_bounds(RawRequest(), _MODEL)
     options: dict[str, Any] = {}
     for name in NUMBERS:
         options[name] = draw_.choice(USUAL[name])

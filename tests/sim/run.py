@@ -29,7 +29,7 @@ class Result:
     seed: int
     trace: str
     failures: list[str]
-    num_told: dict[str, int]
+    num_updates: dict[str, int]
     num_faults: dict[str, int]
     faults: list[Fault]
     longest_s: float
@@ -86,7 +86,7 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
         except (Deadlock, RuntimeError) as error:
             if not world.failures:
                 world.failures.append(f"{world.loop.time():.3f}: {error!r}")
-    told = world.trace, world.failures, world.num_told, play.faults.num_applied
+    told = world.trace, world.failures, world.num_updates, play.faults.num_applied
     return Result(world.seed, *told, faults, play.service.longest_s)
 
 

@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem.cluster.control.machines import CONTROLLER
-from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.core.membership import READY, Membership
 from tandem.core.placement import Placement
 from tests.sim.world import Gateway, World
 
 if TYPE_CHECKING:
-    from tandem.cluster.control.gang import GangKeeper
+    from tandem.cluster.control.gang_supervisor import GangSupervisor
     from tests.sim.clients import Client
 
 ANSWERED_S = 24.0
@@ -30,7 +30,7 @@ class Service:
     """When no fault lasts any more."""
     parted_at: float = 0.0
     """When no fault lasts but that two ranks cannot reach each other."""
-    moved: "dict[GangKeeper, Placement]" = field(default_factory=dict)
+    moved: "dict[GangSupervisor, Placement]" = field(default_factory=dict)
     """Placement of experts of gangs whose move has succeeded."""
     longest_s: float = 0.0
     """Longest time that an honest client waited for its answer while the cluster was well."""
@@ -56,9 +56,9 @@ class Service:
                 world.wrong(f"client {client.number} waits since {client.began_at:.3f}")
         for gateway in world.gateways:
             self._look_at(gateway, now)
-        for keeper, placement in self.moved.items():
-            if keeper.placement != placement and keeper.is_kept:
-                world.wrong(f"{keeper.plan.name}: its experts were moved, and are moved back")
+        for supervisor, placement in self.moved.items():
+            if supervisor.placement != placement and supervisor.is_supervised:
+                world.wrong(f"{supervisor.plan.name}: its experts were moved, and are moved back")
 
     def _look_at(self, gateway: Gateway, now: float) -> None:
         process = gateway.process
@@ -85,12 +85,12 @@ class Service:
         """Whether gangs are ready, and another gateway uses a pair of their ranks that reach each
         other."""
         others = [one for one in self.world.gateways if one is not gateway and one.is_serving]
-        used = [one.gateway.fleet.usable() for one in others if one.gateway is not None]
+        used = [one.gateway.fleet.usable_pairs() for one in others if one.gateway is not None]
         return self._are_ready() and any(self._reach(*pair) for pairs in used for pair in pairs)
 
-    def _reach(self, *ranks: Handle) -> bool:
+    def _reach(self, *ranks: RankHandle) -> bool:
         """Whether both can be heard by each other."""
-        actors = [self.world.ray.actors[rank.info.spec.process] for rank in ranks]
+        actors = [self.world.ray.actors[rank.info.spec.process_name] for rank in ranks]
         one, other = (actor.process for actor in actors)
         if one is None or other is None:
             return False
@@ -111,7 +111,7 @@ class Service:
         if not gateway.is_serving or gateway.process.is_stopped or gateway.gateway is None:
             return False
         fleet = gateway.gateway.fleet
-        return bool(fleet.usable()) and len(fleet.usable()) == len(fleet._warm_ups)
+        return bool(fleet.usable_pairs()) and len(fleet.usable_pairs()) == len(fleet._warm_ups)
 
     def snapshot(self) -> Membership:
         """Return the controller's latest membership, an empty one without a controller."""

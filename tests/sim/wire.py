@@ -58,7 +58,7 @@ class Posted:
 
 
 class Wires:
-    """All of them; what ChannelMaker gets in the place of torch's stores and gloo."""
+    """All of them; what ChannelFactory gets in the place of torch's stores and gloo."""
 
     def __init__(self, net: Net, threads: Threads) -> None:
         self.net, self.threads = net, threads

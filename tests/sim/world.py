@@ -24,7 +24,7 @@ from tandem.cluster.gateway import tokenising
 from tandem.cluster.gateway.admission import Admission
 from tandem.cluster.gateway.gateway import ClusterGateway
 from tandem.core.config import TINY_MODEL, TandemConfig, load
-from tandem.core.config_shared import differences
+from tandem.core.config_shared import config_differences
 from tandem.core.control import Control
 from tandem.core.errors import TandemError
 from tandem.core.membership import RankSpec
@@ -32,12 +32,12 @@ from tandem.decode_node.engine import DecodeEngine
 from tandem.decode_node.program.rows import Rows
 from tandem.kv_transfer import channel
 from tandem.kv_transfer.caches import PagedCaches
-from tandem.kv_transfer.links import Link
+from tandem.kv_transfer.peer_link import PeerLink
 from tandem.kv_transfer.sink import Sink
 from tandem.net import listener
 from tandem.prefill_node.engine import PrefillEngine
-from tandem.runtime import parts, shell, watch
-from tandem.runtime.gang import hub
+from tandem.runtime import parts, rank_actor, stall_detector
+from tandem.runtime.gang import planner_server
 from tandem.text.tokenizer import Tokenizer
 from tests.sim import chance
 from tests.sim.actors import Machine
@@ -147,7 +147,7 @@ class World:
         self.on_life: Callable[[Process], None] = lambda life: None
         self.gateways: list[Gateway] = []
         self.failures: list[str] = []
-        self.num_told: dict[str, int] = {}
+        self.num_updates: dict[str, int] = {}
         self._trace = hashlib.sha256()
         self.keeps_log = False
         self.folder = Path(tempfile.mkdtemp(prefix="tandem-sim-run-"))
@@ -157,13 +157,13 @@ class World:
         """In here the machine below the cluster is this world's."""
         changes: list[Any] = [
             patch.object(parts, "load_model", self.loads),
-            patch.object(parts, "Member", self.gangs.member),
+            patch.object(parts, "GangLockstep", self.gangs.member),
             patch.object(parts, "start_rank", self._start_rank),
             patch.object(Sink, "_link", lambda *given: self._link(*given)),
-            patch.object(hub, "Hub", self.gangs.hub),
+            patch.object(planner_server, "PlannerServer", self.gangs.hub),
             patch.object(listener, "_raise_backlog", lambda server: None),
-            patch.object(watch, "waited_for_cpu_s", lambda thread_id: 0.0),
-            patch.object(shell, "_stderr_path", lambda: str(self.folder / "log")),
+            patch.object(stall_detector, "read_cpu_wait_s", lambda thread_id: 0.0),
+            patch.object(rank_actor, "_stderr_path", lambda: str(self.folder / "log")),
             patch.object(channel, "store_server", self.wires.store_server),
             patch.object(channel, "store_client", self.wires.store_client),
             patch.object(channel, "GlooBackend", self.wires.backend),
@@ -199,7 +199,7 @@ class World:
         async def attach(controller: Controller, config: TandemConfig) -> None:
             before = controller._config
             await ATTACH(controller, config)
-            if before is not None and self.digests and differences(before, config):
+            if before is not None and self.digests and config_differences(before, config):
                 self.wrong("the config of a cluster that has served is replaced")
 
         return [
@@ -207,7 +207,7 @@ class World:
             patch.object(tokenising, "MAX_CHARS", MAX_CHARS),
             patch.object(gateways, "SPARE_STREAMS", SPARE_STREAMS),
             patch.object(PagedCaches, "scatter", scatter),
-            patch.object(Rows, "begin", begin),
+            patch.object(Rows, "add_row", begin),
             patch.object(Controller, "_attach", attach),
         ]
 
@@ -221,7 +221,7 @@ class World:
 
     def told(self, what: str, *more: Any) -> None:
         """Something happened."""
-        self.num_told[what] = self.num_told.get(what, 0) + 1
+        self.num_updates[what] = self.num_updates.get(what, 0) + 1
         line = " ".join([f"{self.loop.time():.6f}", what, *map(str, more)])
         self._trace.update(line.encode())
         if self.keeps_log:
@@ -234,22 +234,27 @@ class World:
         self.loop.stop()
 
     async def _start_rank(
-        self, builder: str, spec: RankSpec, memory: parts.Memory, *given: Any, **links: Any
+        self,
+        builder: str,
+        spec: RankSpec,
+        memory: parts.ResidentModel,
+        *given: Any,
+        **build_options: Any,
     ) -> Any:
         """As runtime/parts.py has it; every life of a rank begins here, once."""
-        if spec.life in self.lives:
-            self.wrong(f"{spec.life} is begun twice")
-        self.lives.add(spec.life)
+        if spec.epoch_name in self.lives:
+            self.wrong(f"{spec.epoch_name} is begun twice")
+        self.lives.add(spec.epoch_name)
         self.digests.add(memory.loaded.digest)
-        self.told("life", spec.life)
+        self.told("life", spec.epoch_name)
         self.on_life(here())
-        return await START_RANK(builder, spec, memory, *given, **links)
+        return await START_RANK(builder, spec, memory, *given, **build_options)
 
-    def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> Link:
+    def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> PeerLink:
         """As the sink has it, which never goes back to an earlier life of a seat."""
         link = LINK(sink, owner, seat, epoch, control)
         if epoch < self.linked.get((sink, seat), epoch):
-            self.wrong(f"{sink._me} has a link to {seat} of epoch {epoch} again")
+            self.wrong(f"{sink._local_rank} has a link to {seat} of epoch {epoch} again")
         self.linked[sink, seat] = epoch
         return link
 
@@ -273,7 +278,7 @@ class World:
         while True:
             try:
                 members = await RayMembers.attach(config := self.config)
-                await members.started(lambda text: None)
+                await members.wait_until_started(lambda text: None)
                 break
             except (TandemError, RayError, ValueError) as error:
                 self.told("not started", gateway.name, type(error).__name__)
@@ -281,7 +286,7 @@ class World:
         gateway.admission = admission = Admission(config)
         texts = tokenizer(self.mix.is_edge)
         gateway.gateway = made = ClusterGateway(config, texts, members)
-        await made.fleet.ready()
+        await made.fleet.wait_until_warm()
         await admission.attach(made)
         gateway.is_serving = True
         self.told("serving", gateway.name)

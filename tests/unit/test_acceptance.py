@@ -13,11 +13,16 @@ from tandem.cluster.entrypoints.request_mapping import acceptance_from_proto
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import RELAXED, RELAXED_LOG_PROBS, STRICT, SamplingParams
-from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, judge, pick_draft
-from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance import (
+    ACCEPTANCE_RULES,
+    RULE_NUMBERS,
+    accept_drafts,
+    sample_draft,
+)
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 from tandem.model.sampling.thinking import phase_after, thinking_before
-from tandem.text.think import read_think_ids, thinking_at_start
-from tests.markov import evidence, judged_by
+from tandem.text.think import is_thinking_at_start, read_think_ids
+from tests.markov import judged_by, verify_input
 from tests.unit.test_sampling import sampling_rows
 
 BEGIN, END = THINK = (6, 7)
@@ -29,14 +34,14 @@ TIED = [0.1, 0.25, 0.25, 0.25, 0.15, 0.0, 0.0, 0.0]
 ENDING = [0.40, 0.20, 0.0, 0.0, 0.0, 0.0, 0.10, 0.30]
 
 
-def verdict_of(kind: str, known: Evidence) -> Verdict:
-    kind_B = torch.full_like(known.acceptance.kind_B, KIND_NUMBERS[kind])
-    return judge((kind,), judged_by(known, kind_B=kind_B))
+def verdict_of(kind: str, known: VerifyInput) -> VerifyResult:
+    rule_B = torch.full_like(known.acceptance.rule_B, RULE_NUMBERS[kind])
+    return accept_drafts((kind,), judged_by(known, rule_B=rule_B))
 
 
-def greedy_evidence(logits_BN1V: Tensor, drafts_BN: Tensor, limit_B: Tensor) -> Evidence:
+def greedy_evidence(logits_BN1V: Tensor, drafts_BN: Tensor, limit_B: Tensor) -> VerifyInput:
     rows = sampling_rows(GREEDY, torch.zeros_like(limit_B))
-    return evidence(
+    return verify_input(
         drafts_BN, logits_BN1V, rows, num_output_B=torch.ones_like(limit_B), limit_B=limit_B
     )
 
@@ -59,8 +64,8 @@ def relaxed(
         replace(known, thinking_B=torch.tensor([thinking]), think_ids=THINK),
         bounds_B2=torch.tensor([[top_n, delta]]),
     )
-    verdict = verdict_of(kind, known)
-    return verdict.tokens_BE[0, : int(verdict.num_accepted_B) + 1].tolist()
+    result = verdict_of(kind, known)
+    return result.tokens_BE[0, : int(result.num_accepted_B) + 1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -157,16 +162,16 @@ def test_phases_are_those_of_the_tokens_so_far() -> None:
     rng = random.Random(1)
     texts = [[rng.choice((1, 2, BEGIN, END)) for _ in range(4)] for _ in range(300)]
     prompts = [[rng.choice((1, 2, BEGIN, END)) for _ in range(2)] for _ in texts]
-    start_B = torch.tensor([thinking_at_start(prompt, [], THINK) for prompt in prompts])
+    start_B = torch.tensor([is_thinking_at_start(prompt, [], THINK) for prompt in prompts])
     before = thinking_before(start_B, torch.tensor(texts), THINK).tolist()
     for num in range(5):
         after = phase_after(start_B, torch.tensor(texts), torch.full((300,), num), THINK).tolist()
         for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            expected = thinking_at_start(prompt, text[:num], THINK)
-            assert after[i] == expected == thinking_at_start(prompt + text[:num], [], THINK)
+            expected = is_thinking_at_start(prompt, text[:num], THINK)
+            assert after[i] == expected == is_thinking_at_start(prompt + text[:num], [], THINK)
             if num < 4:
                 assert before[i][num] == expected
-    assert not thinking_at_start([BEGIN], [], None)
+    assert not is_thinking_at_start([BEGIN], [], None)
     assert torch.equal(phase_after(start_B, torch.tensor(texts), start_B.long(), None), start_B)
 
 
@@ -181,8 +186,8 @@ def test_think_tokens_come_from_the_tokenizer(tmp_path: Path) -> None:
 
 
 def test_kinds_are_those_of_the_proto() -> None:
-    assert sorted(map(acceptance_from_proto, pb.Acceptance.values())) == sorted(KINDS)
-    assert KIND_NUMBERS[STRICT] == 0
+    assert sorted(map(acceptance_from_proto, pb.Acceptance.values())) == sorted(ACCEPTANCE_RULES)
+    assert RULE_NUMBERS[STRICT] == 0
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
@@ -193,10 +198,12 @@ def test_a_step_neither_waits_for_the_host_nor_changes_shapes(num_drafts: int) -
         rows = sampling_rows(SamplingParams(temperature=1.0), ids_B)
         drafts = torch.zeros(4, 0, dtype=torch.int64)
         for _ in range(num_drafts):
-            draft, q = pick_draft(tuple(KINDS), ids_B, torch.zeros(4, VOCAB), rows, ids_B, drafts)
+            draft, q = sample_draft(
+                tuple(ACCEPTANCE_RULES), ids_B, torch.zeros(4, VOCAB), rows, ids_B, drafts
+            )
             assert q is not None and q.shape == (4, VOCAB)
             drafts = torch.cat((drafts, draft.unsqueeze(1)), 1)
-        known = evidence(
+        known = verify_input(
             drafts,
             torch.zeros(4, num_drafts + 1, VOCAB),
             rows,
@@ -204,7 +211,7 @@ def test_a_step_neither_waits_for_the_host_nor_changes_shapes(num_drafts: int) -
             limit_B=ids_B,
             q_BNV=torch.zeros(4, num_drafts, VOCAB),
         )
-        verdict = judge(tuple(KINDS), replace(known, think_ids=THINK))
-        assert verdict.tokens_BE.shape == (4, num_drafts + 1)
-        assert verdict.num_accepted_B.shape == (4,)
-        assert phase_after(ids_B > 0, verdict.tokens_BE, ids_B, THINK).shape == (4,)
+        result = accept_drafts(tuple(ACCEPTANCE_RULES), replace(known, think_ids=THINK))
+        assert result.tokens_BE.shape == (4, num_drafts + 1)
+        assert result.num_accepted_B.shape == (4,)
+        assert phase_after(ids_B > 0, result.tokens_BE, ids_B, THINK).shape == (4,)

@@ -40,9 +40,9 @@ def cases(draw: st.DrawFn, hierarchical: bool = False) -> Case:
 
 def loads_of(counts_E: list[int], placement: Placement, layer: int) -> list[list[Fraction]]:
     """Of each rank the loads of its slots, written apart from what is under test."""
-    copies = Counter(placement.experts_of[layer])
+    copies = Counter(placement.slot_experts[layer])
     return [
-        [Fraction(counts_E[e], copies[e]) for e in placement.of_rank(layer, rank)]
+        [Fraction(counts_E[e], copies[e]) for e in placement.experts_of_rank(layer, rank)]
         for rank in range(placement.num_ranks)
     ]
 
@@ -53,7 +53,7 @@ def heaviest_slot(counts_E: list[int], placement: Placement, layer: int) -> Frac
 
 def test_the_example_of_eplb() -> None:
     placement = rebalance(EXAMPLE_LE, num_slots=16, num_groups=4, num_machines=2, num_ranks=8)
-    assert placement.experts_of == (
+    assert placement.slot_experts == (
         (5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1),
         (7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1),
     )
@@ -65,8 +65,8 @@ def test_every_expert_has_a_slot_and_ranks_have_equally_many(case: Case) -> None
     placement = rebalance(*case)
     placement.check_integrity(len(counts_LE[0]))
     assert (placement.num_slots, placement.num_ranks) == (num_slots, num_ranks)
-    assert len(placement.experts_of) == len(counts_LE)
-    ranks = [placement.of_rank(0, rank) for rank in range(num_ranks)]
+    assert len(placement.slot_experts) == len(counts_LE)
+    ranks = [placement.experts_of_rank(0, rank) for rank in range(num_ranks)]
     assert {len(experts) for experts in ranks} == {num_slots // num_ranks}
     assert 0 < balance_ratio(counts_LE, placement) <= 1
 
@@ -75,7 +75,7 @@ def test_every_expert_has_a_slot_and_ranks_have_equally_many(case: Case) -> None
 def test_a_group_stays_on_one_machine_and_machines_have_equally_many(case: Case) -> None:
     counts_LE, num_slots, num_groups, num_machines, _ = case
     group_size, per_machine = len(counts_LE[0]) // num_groups, num_slots // num_machines
-    for experts_S in rebalance(*case).experts_of:
+    for experts_S in rebalance(*case).slot_experts:
         seats = {(e // group_size, slot // per_machine) for slot, e in enumerate(experts_S)}
         assert len(seats) == num_groups
         assert set(Counter(m for _, m in seats).values()) == {num_groups // num_machines}
@@ -97,7 +97,7 @@ def test_ranks_of_a_machine_differ_by_at_most_the_heaviest_slot(case: Case) -> N
 
 def test_greedy_packing_may_be_worse_than_the_plain_placement() -> None:
     counts_LE = [[3, 3, 0, 2, 2, 2]]
-    assert balance_ratio(counts_LE, Placement.plain(1, 6, 2)) == 1.0
+    assert balance_ratio(counts_LE, Placement.in_order(1, 6, 2)) == 1.0
     assert balance_ratio(counts_LE, rebalance(counts_LE, 6, 1, 1, 2)) == 6 / 7
 
 
@@ -117,7 +117,7 @@ def test_no_other_replication_has_a_lighter_heaviest_slot(case: Case, data: st.D
     (counts_E, *_), num_slots, *_, num_ranks = case
     best = heaviest_slot(counts_E, rebalance([counts_E], num_slots, 1, 1, num_ranks), 0)
     num_experts, num_redundant = len(counts_E), num_slots - len(counts_E)
-    plain = Placement.plain(1, num_experts, num_ranks, num_redundant)
+    plain = Placement.in_order(1, num_experts, num_ranks, num_redundant)
     experts = st.integers(0, num_experts - 1)
     more = data.draw(st.lists(experts, min_size=num_redundant, max_size=num_redundant))
     other = Placement(num_ranks, ((*range(num_experts), *more),))
@@ -129,7 +129,7 @@ def test_equal_counts_give_equal_layers_whatever_their_scale(case: Case, scale: 
     counts_LE, *sizes = case
     placement = rebalance(*case)
     scaled = [[count * scale for count in counts_E] for counts_E in counts_LE]
-    alone = [rebalance([counts_E], *sizes).experts_of[0] for counts_E in scaled]
+    alone = [rebalance([counts_E], *sizes).slot_experts[0] for counts_E in scaled]
     assert rebalance(*case) == placement == Placement(placement.num_ranks, tuple(alone))
     assert balance_ratio(scaled, placement) == pytest.approx(balance_ratio(counts_LE, placement))
 
@@ -144,8 +144,8 @@ def test_groups_do_not_count_where_machines_cannot_share_them(case: Case) -> Non
 
 
 def test_the_ratio_by_hand() -> None:
-    plain = Placement.plain(2, num_experts=3, num_ranks=2, num_redundant=1)
-    assert plain.experts_of[0] == (0, 1, 2, 0)
+    plain = Placement.in_order(2, num_experts=3, num_ranks=2, num_redundant=1)
+    assert plain.slot_experts[0] == (0, 1, 2, 0)
     # Ranks get 4 + 0 and 1 + 4 rows, then 0 and 3: 4.5 / 5 of 9 rows and 1.5 / 3 of 3 rows.
     assert balance_ratio([[8, 0, 1], [0, 0, 3]], plain) == pytest.approx((9 * 0.9 + 3 * 0.5) / 12)
     assert balance_ratio([[8, 0, 1], [0, 0, 0]], plain) == pytest.approx(0.9)
@@ -154,15 +154,15 @@ def test_the_ratio_by_hand() -> None:
 def test_all_rows_to_one_expert_give_it_all_redundant_slots() -> None:
     counts_LE = [[0, 0, 100, 0]]
     placement = rebalance(counts_LE, 8, 1, 1, 4)
-    assert [len(slots) for slots in placement.slots_of(0)] == [1, 1, 5, 1]
+    assert [len(slots) for slots in placement.expert_slots(0)] == [1, 1, 5, 1]
     assert balance_ratio(counts_LE, placement) == pytest.approx((100 / 4) / (100 * 2 / 5))
-    assert balance_ratio(counts_LE, Placement.plain(1, 4, 4)) == 0.25
+    assert balance_ratio(counts_LE, Placement.in_order(1, 4, 4)) == 0.25
 
 
 @pytest.mark.parametrize(("num_groups", "num_machines"), [(1, 1), (2, 2)])
 def test_without_rows_redundant_slots_are_spread(num_groups: int, num_machines: int) -> None:
     placement = rebalance([[0] * 4], 8, num_groups, num_machines, 4)
-    assert [len(slots) for slots in placement.slots_of(0)] == [2, 2, 2, 2]
+    assert [len(slots) for slots in placement.expert_slots(0)] == [2, 2, 2, 2]
     assert balance_ratio([[0] * 4], placement) == 1.0
 
 
@@ -171,12 +171,12 @@ def test_without_redundancy_it_is_a_permutation(case: Case) -> None:
     counts_LE, _, *topology = case
     many_LE = [counts_E * topology[-1] for counts_E in counts_LE]
     placement = rebalance(many_LE, len(many_LE[0]), *topology)
-    assert all(sorted(row) == list(range(len(many_LE[0]))) for row in placement.experts_of)
+    assert all(sorted(row) == list(range(len(many_LE[0]))) for row in placement.slot_experts)
 
 
 def test_a_single_rank_has_everything() -> None:
     placement = rebalance([[1, 5, 2]], num_slots=4, num_groups=3, num_machines=1, num_ranks=1)
-    assert sorted(placement.of_rank(0, 0)) == [0, 1, 1, 2]
+    assert sorted(placement.experts_of_rank(0, 0)) == [0, 1, 1, 2]
     assert balance_ratio([[1, 5, 2]], placement) == 1.0
 
 
@@ -200,18 +200,23 @@ def test_wrong_sizes_are_named(sizes: tuple[int, int, int, int], expected: str) 
 
 
 def test_plain_placement() -> None:
-    placement = Placement.plain(2, num_experts=6, num_ranks=4, num_redundant=2)
-    assert placement.experts_of == ((0, 1, 2, 3, 4, 5, 0, 1),) * 2
+    placement = Placement.in_order(2, num_experts=6, num_ranks=4, num_redundant=2)
+    assert placement.slot_experts == ((0, 1, 2, 3, 4, 5, 0, 1),) * 2
     assert (placement.num_slots, placement.slots_per_rank) == (8, 2)
-    assert [placement.of_rank(1, rank) for rank in range(4)] == [(0, 1), (2, 3), (4, 5), (0, 1)]
-    assert placement.slots_of(0) == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
+    assert [placement.experts_of_rank(1, rank) for rank in range(4)] == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+        (0, 1),
+    ]
+    assert placement.expert_slots(0) == ((0, 6), (1, 7), (2,), (3,), (4,), (5,))
     placement.check_integrity(6)
     with pytest.raises(
         ValueError, match="n_routed_experts .* 6 [+] 0; set num_redundant_experts=2"
     ):
-        Placement.plain(2, num_experts=6, num_ranks=4)
+        Placement.in_order(2, num_experts=6, num_ranks=4)
     with pytest.raises(ValueError, match="num_redundant_experts=-2"):
-        Placement.plain(2, num_experts=6, num_ranks=4, num_redundant=-2)
+        Placement.in_order(2, num_experts=6, num_ranks=4, num_redundant=-2)
 
 
 @pytest.mark.parametrize(
@@ -238,5 +243,5 @@ def test_the_size_of_v3_is_balanced_better_than_plainly() -> None:
     generator = random.Random(1)
     counts_LE = [[int(generator.paretovariate(1.2) * 100) for _ in range(256)] for _ in range(58)]
     placement = rebalance(counts_LE, num_slots=288, num_groups=8, num_machines=4, num_ranks=32)
-    plain = Placement.plain(58, 256, 32, 32)
+    plain = Placement.in_order(58, 256, 32, 32)
     assert balance_ratio(counts_LE, placement) > balance_ratio(counts_LE, plain)

@@ -16,12 +16,12 @@ from tandem.cluster.bench import compare, speculation
 from tandem.cluster.bench import options as options_module
 from tandem.cluster.bench.arrivals import arrival_times_s
 from tandem.cluster.bench.experiment import arm_of, due_times_s, speedups
-from tandem.cluster.bench.node_use import NodeUse
+from tandem.cluster.bench.node_use import NodeUsage
 from tandem.cluster.bench.options import BenchOptions, is_loopback
 from tandem.cluster.bench.plot import save_plot
 from tandem.cluster.bench.runner import Record, Run
 from tandem.cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
-from tandem.cluster.bench.workload import Job, Shape, parse_range, random_jobs, trace_jobs
+from tandem.cluster.bench.workload import Job, StepShape, parse_range, random_jobs, trace_jobs
 from tandem.cluster.cli import app
 from tandem.core.answer import Finished, SpeculationCounts, Timings, TransferStats, Usage
 from tandem.core.info import ModelInfo, RankStatus, ServerStatus
@@ -191,14 +191,14 @@ def test_the_hosts_share_is_what_the_program_leaves_of_a_step() -> None:
         decode = RankStatus("decode-0", "decode", 1, True, counters=counters | {"num_preempted": 2})
         return ServerStatus("SERVING", "disaggregated", 0, (prefill, decode, decode))
 
-    before, after = NodeUse.of(nodes(10, 5.0, 4.0)), NodeUse.of(nodes(20, 7.0, 5.5))
+    before, after = NodeUsage.of(nodes(10, 5.0, 4.0)), NodeUsage.of(nodes(20, 7.0, 5.5))
     use = after.since(before)
     assert (use.num_steps, use.num_preempted) == (20, 0)
     assert use.host_share == pytest.approx(0.25) and use.step_ms == pytest.approx(200)
-    reborn = NodeUse.of(nodes(1, 0.1, 0.1)).since(after)
-    assert reborn == NodeUse() and reborn.host_share is None and reborn.step_ms is None
+    reborn = NodeUsage.of(nodes(1, 0.1, 0.1)).since(after)
+    assert reborn == NodeUsage() and reborn.host_share is None and reborn.step_ms is None
     runs = [Run((), 0, use), Run((), 0, use)]
-    assert measure(runs, Slo()).use == NodeUse(40, 8.0, 6.0, 0)
+    assert measure(runs, Slo()).use == NodeUsage(40, 8.0, 6.0, 0)
 
 
 def test_answers_without_steps_or_drafts_have_no_acceptance() -> None:
@@ -232,17 +232,17 @@ def test_the_model_stands_beside_the_measurement() -> None:
 
 
 def test_random_prompts_fill_their_ranges() -> None:
-    jobs = random_jobs(MODEL, 400, Shape((2, 5), (1, 3)), 0)
+    jobs = random_jobs(MODEL, 400, StepShape((2, 5), (1, 3)), 0)
     assert {len(job.prompt) for job in jobs} == {2, 3, 4, 5}
     assert {job.max_tokens for job in jobs} == {1, 2, 3}
     tokens = {token for job in jobs for token in job.prompt}
     assert tokens == set(range(20)) - {3, 7}
-    assert jobs == random_jobs(MODEL, 400, Shape((2, 5), (1, 3)), 0)
-    assert jobs != random_jobs(MODEL, 400, Shape((2, 5), (1, 3)), 1)
+    assert jobs == random_jobs(MODEL, 400, StepShape((2, 5), (1, 3)), 0)
+    assert jobs != random_jobs(MODEL, 400, StepShape((2, 5), (1, 3)), 1)
 
 
 def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
-    shape = Shape((10, 10), (1, 1), num_prefixes=3, prefix_tokens=30)
+    shape = StepShape((10, 10), (1, 1), num_prefixes=3, prefix_tokens=30)
     jobs = random_jobs(MODEL, 60, shape, 5)
     warm_up = random_jobs(MODEL, 60, shape, 5, warm_up=True)
     prefixes = {job.prompt[:30] for job in jobs}
@@ -252,9 +252,9 @@ def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
 
 
 def test_what_cannot_be_served_is_refused_before_it_is_sent() -> None:
-    assert random_jobs(MODEL, 1, Shape((1, 150), (1, 50)), 0)
+    assert random_jobs(MODEL, 1, StepShape((1, 150), (1, 50)), 0)
     with pytest.raises(ValueError, match="up to 201 tokens: tiny takes 200; lower --prompt"):
-        random_jobs(MODEL, 1, Shape((1, 150), (1, 51)), 0)
+        random_jobs(MODEL, 1, StepShape((1, 150), (1, 51)), 0)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0:4", "5:4", "1:2:3", "-3"])
@@ -409,7 +409,7 @@ async def test_what_is_compared_is_checked_before_any_cluster_begins() -> None:
     )
     with pytest.raises(ValueError, match=r"speculation\.max_tree_nodes"):
         await compare.compare(options, Progress(console=Console(quiet=True)))
-    assert compare.sets_of(options, "drafter=mtp, max_tree_nodes=9") == [
+    assert compare.set_options(options, "drafter=mtp, max_tree_nodes=9") == [
         *("kv.page_size=8", "speculation.drafter=mtp", "speculation.max_tree_nodes=9")
     ]
 
@@ -420,7 +420,7 @@ def test_the_fastest_is_named_with_what_asks_for_it() -> None:
     found = []
     for keys, records in (("drafter=none", [plain]), ("drafter=mtp", [drafting]), ("a=b", [])):
         arm = arm_of(None, [Run(tuple(records), 0)], Slo())
-        found.append(compare.Compared(keys, arm))
+        found.append(compare.ComparisonResult(keys, arm))
     console = Console(record=True, width=80, file=io.StringIO())
     compare.show(console, found)
     text = console.export_text()

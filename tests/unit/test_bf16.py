@@ -15,7 +15,7 @@ from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.model.kernels.recorded import Recorded
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.batch import Batch, Segment, pack_segments
 from tandem.model.network.cache import MAIN, Caches
 from tests.often import often
 
@@ -32,7 +32,7 @@ def ids() -> list[int]:
 
 def caches_of(loaded: LoadedModel) -> tuple[Caches, list[int]]:
     pages = list(range(1, 1 + NUM_ALL // PAGE_SIZE))
-    return loaded.allocate(len(pages) + 1, PAGE_SIZE), pages
+    return loaded.allocate_caches(len(pages) + 1, PAGE_SIZE), pages
 
 
 def prompt_logits(loaded: LoadedModel, ids: list[int], chunk: int) -> Tensor:
@@ -40,7 +40,7 @@ def prompt_logits(loaded: LoadedModel, ids: list[int], chunk: int) -> Tensor:
     caches, pages = caches_of(loaded)
     found = []
     for lo in range(0, len(ids), chunk):
-        batch = pack([Segment(ids[lo : lo + chunk], lo, pages)], PAGE_SIZE, loaded.device)
+        batch = pack_segments([Segment(ids[lo : lo + chunk], lo, pages)], PAGE_SIZE, loaded.device)
         found.append(loaded.network.logits(loaded.network(batch, caches))[0])
     return torch.cat(found)
 
@@ -51,7 +51,7 @@ def text_logits(
     """[T, V] of the places behind the prompt, ``width`` at a time, as decode computes them. The
     entry of slot ``stale`` is replaced by an older one's."""
     caches, pages = caches_of(loaded)
-    prompt = pack([Segment(ids[:NUM_PROMPT], 0, pages)], PAGE_SIZE, loaded.device)
+    prompt = pack_segments([Segment(ids[:NUM_PROMPT], 0, pages)], PAGE_SIZE, loaded.device)
     loaded.network(prompt, caches)
 
     table_1P = torch.tensor([pages])

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tandem.model.kernels.gpu.kernels import Triton
+from tandem.model.kernels.gpu.kernels import TritonKernels
 
 
 class Streams:
@@ -45,14 +45,14 @@ def test_a_branch_waits_for_the_step_and_the_step_for_its_result(
         streams.calls.append(f"{what} on {streams.current.name}")
         return value
 
-    kernels = Triton(1)
+    kernels = TritonKernels(1)
     for _ in range(2):
-        result = kernels.beside(lambda: work("shared experts"))
+        result = kernels.run_concurrently(lambda: work("shared experts"))
         work("routed experts")
         assert result() is value
     branch = ["side waits for main", "shared experts on side", "routed experts on main"]
     assert streams.calls == [*branch, "main waits for side"] * 2
     streams.calls.clear()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert kernels.beside(lambda: work("shared experts"))() is value
+    assert kernels.run_concurrently(lambda: work("shared experts"))() is value
     assert streams.calls == ["shared experts on main"]

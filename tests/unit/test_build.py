@@ -12,7 +12,7 @@ from typing import IO
 
 import pytest
 
-from tandem.core.pace import on_start
+from tandem.core.progress import on_startup_progress
 from tandem.model.kernels import build
 from tests.waiting import wait_until
 
@@ -37,7 +37,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(build, "NEWS_S", 0.02)
+    monkeypatch.setattr(build, "PROGRESS_INTERVAL_S", 0.02)
     return tmp_path
 
 
@@ -47,8 +47,8 @@ class Building:
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.told: list[tuple[str, float]] = []
         context = copy_context()
-        context.run(on_start.set, lambda *news: self.told.append(news))
-        self.done = pool.submit(context.run, build.built)
+        context.run(on_startup_progress.set, lambda *news: self.told.append(news))
+        self.done = pool.submit(context.run, build.build_library)
 
     def moves(self) -> None:
         """Returns when it has got on."""
@@ -114,8 +114,8 @@ def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
 def test_a_library_that_was_cut_short_or_touched_is_built_again(folder: Path) -> None:
     """A truncated one would end every process that loads it by SIGBUS."""
     (folder / "end").touch()
-    library = build.built()
-    digest = library.with_suffix(build.DIGEST)
+    library = build.build_library()
+    digest = library.with_suffix(build.DIGEST_SUFFIX)
     damages: list[Callable[[], object]] = [
         lambda: os.truncate(library, 2),
         lambda: library.write_text("mode\n"),
@@ -129,11 +129,11 @@ def test_a_library_that_was_cut_short_or_touched_is_built_again(folder: Path) ->
     for damage in damages:
         (folder / "pid").unlink()
         damage()
-        assert build.built() == library and library.read_text() == "made\n"
+        assert build.build_library() == library and library.read_text() == "made\n"
         assert (folder / "pid").exists(), "it was compiled"
         assert library.lstat().st_mode & 0o777 == 0o600
         (folder / "pid").rename(folder / "before")
-        build.built()
+        build.build_library()
         assert not (folder / "pid").exists(), "it was kept"
         (folder / "before").rename(folder / "pid")
 
@@ -142,7 +142,7 @@ def test_the_cache_is_this_users_alone_whatever_the_umask(folder: Path) -> None:
     (folder / "end").touch()
     before = os.umask(0)
     try:
-        library = build.built()
+        library = build.build_library()
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in library.parent.iterdir()}
@@ -161,8 +161,8 @@ def test_a_library_has_its_name_only_when_it_is_on_the_disk(
         synced.append((Path(file.name).read_text()[:4], has_name))
 
     monkeypatch.setattr(os, "fsync", fsync)
-    library = build.built()
-    digest = library.with_suffix(build.DIGEST).read_text()
+    library = build.build_library()
+    digest = library.with_suffix(build.DIGEST_SUFFIX).read_text()
     assert synced == [(digest[:4], False), ("made", False)]
 
 
@@ -174,4 +174,4 @@ def test_another_users_folder_is_refused(folder: Path) -> None:
     kernels.mkdir(parents=True)
     os.chown(kernels, 4242424, -1)
     with pytest.raises(ValueError, match="set XDG_CACHE_HOME to"):
-        build.built()
+        build.build_library()

@@ -11,7 +11,7 @@ from tandem.core.control import InProcessControl, Service
 from tandem.core.errors import RankLost
 from tandem.core.membership import PortAddress
 from tandem.net import calls, listener
-from tandem.net.calls import DOOR, CallClient, CallServer
+from tandem.net.calls import CALL_ADDRESS, CallClient, CallServer
 from tests.waiting import PATIENCE_S, turns, until
 
 EPOCH = 2**40
@@ -38,7 +38,7 @@ async def served() -> AsyncIterator[tuple[Answers, CallServer, CallClient, list[
     rank, addresses = Answers(), list[PortAddress]()
     server = CallServer("127.0.0.1", rank.handle)
     addresses.append(await server.listen())
-    door = Service("p", EPOCH, {DOOR: (None, lambda _: addresses[-1])})
+    door = Service("p", EPOCH, {CALL_ADDRESS: (None, lambda _: addresses[-1])})
     client = CallClient("p", EPOCH, InProcessControl(door.handle, EPOCH))
     yield rank, server, client, addresses
     await client.close()

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
-from tandem.core.errors import CannotCapture
-from tandem.core.forms import CAPTURED
+from tandem.core.errors import CaptureError
+from tandem.core.execution import CAPTURED
 from tandem.core.identity import Identity
 from tandem.model.kernels.captured import Captured
-from tandem.model.kernels.repeated import Function
+from tandem.model.kernels.replayable import Function
 from tandem.model.loaded import LoadedModel
 from tandem.runtime.engine_loop import EngineLoop, is_fatal
 
@@ -108,7 +108,7 @@ def test_no_program_is_made_where_memory_is_short(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
-    with pytest.raises(CannotCapture, match="less than 2% of 0.1 GB is free"):
+    with pytest.raises(CaptureError, match="less than 2% of 0.1 GB is free"):
         captured(torch.ones(2))
     captured(torch.ones(2))
     assert captured.is_ready and not list(told)
@@ -117,7 +117,7 @@ def test_no_program_is_made_where_memory_is_short(
 def test_a_failed_capture_leaves_the_stream_and_a_device_that_answers(streams: Streams) -> None:
     captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
-    with pytest.raises(CannotCapture, match="not permitted when stream is capturing") as caught:
+    with pytest.raises(CaptureError, match="not permitted when stream is capturing") as caught:
         captured(torch.ones(2))
     assert not is_fatal(caught.value) and is_fatal(torch.AcceleratorError(REFUSED))
     assert streams.current == "engine" and not captured.is_ready
@@ -150,16 +150,18 @@ def test_a_rank_that_cannot_capture_serves_on_without_graphs(
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 30, ignore_eos=True) for i in range(3)]
     answers = Bench(loaded, max_rows=4).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.form = CAPTURED
-    monkeypatch.setattr(kernels, "repeated", capturing)
-    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=4)
+    kernels.exec_mode = CAPTURED
+    monkeypatch.setattr(kernels, "make_replayable", capturing)
+    bench = Bench(replace(loaded, kernels=kernels, uncapturable={}), max_rows=4)
     loop = EngineLoop("engine")
     loop.add(bench.decode)
     loop.start()
     try:
-        while "3 programs eager" not in loop.post(lambda: bench.decode.programs.form).result(60):
+        while "3 programs eager" not in loop.post(
+            lambda: bench.decode.programs.exec_mode_status
+        ).result(60):
             loop.post(lambda: bench.decode.drop(Identity("nobody"))).result(60)
-        assert "not permitted" in bench.decode.programs.form
+        assert "not permitted" in bench.decode.programs.exec_mode_status
         loop.post(lambda: None).result(60)
         assert loop.failure is None and loop.is_running
     finally:

@@ -3,13 +3,13 @@
 import pytest
 
 from tests.chaos.gaps import (
+    COMPARED_PAIRS,
     DETECTION,
     GATEWAY,
     LATE,
     LEAVING,
     PAUSE,
     QUEUE,
-    RANKED,
     READ,
     STARTING,
     UNKNOWN,
@@ -60,7 +60,9 @@ def test_the_longest_tenth_counts() -> None:
 def test_a_time_without_a_pair_belongs_to_the_state_of_the_gangs() -> None:
     lives = [(0, "ready"), (13, "lost"), (15, "starting"), (18, "ready")]
     gangs = [{"at": at, "gang": "prefill-0", "state": state} for at, state in lives]
-    gangs += [{"at": 0, "gang": f"decode-{i}", "state": state} for i, state in enumerate(RANKED)]
+    gangs += [
+        {"at": 0, "gang": f"decode-{i}", "state": state} for i, state in enumerate(COMPARED_PAIRS)
+    ]
     routing = events((11, ENDED), (11, ROUTING), (19, ATTEMPT))
     found = parts([*BEGUN, *routing], gangs, 10, 20)
     assert found == {

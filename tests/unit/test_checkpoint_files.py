@@ -22,10 +22,10 @@ from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.files import CheckpointFiles, read_headers
 from tandem.model.checkpoint.headers import read_header
 from tandem.model.checkpoint.weights import Checkpoint, load_network
-from tandem.model.kernels.base import PLAIN
+from tandem.model.kernels.base import TORCH_KERNELS
 from tandem.model.network.deepseek import DeepseekV3
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,10 +45,10 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / WHOLE)
 
 
-def network(folder: Path, *, keep_blocks: bool = False) -> DeepseekV3:
+def network(folder: Path, *, keep_fp8: bool = False) -> DeepseekV3:
     with CheckpointFiles(folder) as files:
         config, device = ModelConfig.from_dir(folder), torch.device("cpu")
-        checkpoint = Checkpoint(files, config, torch.float32, device, keep_blocks)
+        checkpoint = Checkpoint(files, config, torch.float32, device, keep_fp8)
         return load_network(checkpoint, Dispatch(config.n_routed_experts))
 
 
@@ -227,11 +227,11 @@ def test_a_copy_in_bf16_that_kept_its_quantization_config_loads(tmp_path: Path, 
         scales = {name: quantise(stored[name], 128)[1] for name in stored if "proj.weight" in name}
         stored |= {f"{name}_scale_inv": scale for name, scale in scales.items()}
     save_file(stored, tmp_path / WHOLE)
-    model = network(tmp_path, keep_blocks=True)
+    model = network(tmp_path, keep_fp8=True)
     experts = model.model.layers[1].mlp.experts
     gate_up = [stored[EXPERT.replace("up_proj", f"{part}_proj")] for part in ("gate", "up")]
     assert torch.equal(experts.gate_up.weight[2], torch.cat(gate_up))
-    adopt(model, PLAIN)
+    process_weights_after_loading(model, TORCH_KERNELS)
     assert experts._packed[0].dtype == torch.float32
 
 

@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.control import gang as gang_module
-from tandem.cluster.control import next_life
-from tandem.cluster.control.gang import Epochs, GangKeeper
-from tandem.cluster.control.plan import Birth, GangPlan, plan_gangs
-from tandem.cluster.control.rebalance import _ready
-from tandem.cluster.control.verdict import LastWords, is_starting
+from tandem.cluster.control import gang_supervisor as gang_module
+from tandem.cluster.control import restart_policy
+from tandem.cluster.control.failure import CrashReport, is_starting
+from tandem.cluster.control.gang_supervisor import EpochCounter, GangSupervisor
+from tandem.cluster.control.plan import EpochLaunch, GangPlan, plan_gangs
+from tandem.cluster.control.rebalance import _wait_until_ready
 from tandem.cluster.control.weights import ClusterWeights
 from tandem.core.config import TandemConfig, load
 from tandem.core.errors import RankLost
 from tandem.core.info import ModelInfo
-from tandem.core.membership import DOWN, READY, STARTING, Meeting, RankInfo, RankSpec, RankState
-from tandem.core.pace import LOADING
+from tandem.core.membership import DOWN, READY, STARTING, RankInfo, RankSpec, RankState, Rendezvous
+from tandem.core.progress import LOADING
 from tandem.core.schema import pack, unpack
-from tandem.runtime import shell
+from tandem.runtime import rank_actor
 from tandem.runtime.engine_loop import EngineLoop
-from tandem.runtime.shell import RankShell
+from tandem.runtime.rank_actor import RankActor
 from tests.waiting import until
 
 OLD, NEW = "0ld", "2ew"
@@ -48,7 +48,7 @@ class Disk:
     may_load: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class DiskShell(RankShell):
+class DiskShell(RankActor):
     disk: Disk
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
@@ -59,34 +59,34 @@ class DiskShell(RankShell):
         self._check_weights(found)
         self.disk.loaded.append(found)
 
-    async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Any:
+    async def start_epoch(self, spec: RankSpec, memory: Any, rendezvous: Rendezvous | None) -> Any:
         async def stop() -> None:
             pass
 
         info = RankInfo(spec, ("f",), "none", MODEL, 9, 9)
-        return SimpleNamespace(info=info, loop=EngineLoop("none"), stop=stop, num_held=0)
+        return SimpleNamespace(info=info, loop=EngineLoop("none"), stop=stop, num_sequences=0)
 
 
 class ShellRank:
     """A rank's shell behind the interface of ``RayRank``."""
 
     def __init__(self, spec: RankSpec, config: TandemConfig, disk: Disk) -> None:
-        self.name = spec.process
+        self.name = spec.process_name
         self.shell = DiskShell(pack(spec), config.model_dump_json())
         self.shell.disk = disk
         self.is_killed = False
 
-    async def who(self, *given: Any) -> RankState:
+    async def get_state(self, *args: Any) -> RankState:
         if self.is_killed:
             raise RankLost(f"{self.name} was killed")
-        return unpack(RankState, await self.shell.who(*given))
+        return unpack(RankState, await self.shell.get_state(*args))
 
-    async def host(self) -> Meeting:
+    async def open_rendezvous(self) -> Rendezvous:
         await self.shell.leave()
-        return Meeting("h", 1, 2, b"token")
+        return Rendezvous("h", 1, 2, b"token")
 
-    async def join(self, spec: RankSpec, meeting: Meeting) -> None:
-        await self.shell.join(pack(spec), pack(meeting))
+    async def join(self, spec: RankSpec, rendezvous: Rendezvous) -> None:
+        await self.shell.join(pack(spec), pack(rendezvous))
 
     async def leave(self) -> None:
         await self.shell.leave()
@@ -108,18 +108,20 @@ class ShellMachines:
     ranks: dict[tuple[str, int], ShellRank] = field(default_factory=dict)
     num_begun: int = 0
 
-    async def begin(
-        self, plan: GangPlan, birth: Birth, config: TandemConfig, ranks: dict[int, Any]
+    async def launch_ranks(
+        self, plan: GangPlan, launch: EpochLaunch, config: TandemConfig, ranks: dict[int, Any]
     ) -> None:
-        specs = plan.specs(birth.epoch, ["127.0.0.1"] * plan.num_ranks, birth.room)
-        for rank in birth.missing:
+        specs = plan.specs(
+            launch.epoch, ["127.0.0.1"] * plan.num_ranks, launch.placement_group_epoch
+        )
+        for rank in launch.missing:
             self.num_begun += 1
             ranks[rank] = self.ranks[plan.name, rank] = ShellRank(specs[rank], config, self.disk)
 
-    async def last_words(self, state: RankState) -> LastWords:
-        return LastWords()
+    async def read_crash_report(self, state: RankState) -> CrashReport:
+        return CrashReport()
 
-    async def clear(self, gang: str) -> None:
+    async def release_placement_group(self, gang: str) -> None:
         pass
 
 
@@ -128,18 +130,22 @@ class Cluster:
     disk: Disk
     machines: ShellMachines
     weights: ClusterWeights
-    keepers: dict[str, GangKeeper]
+    supervisors: dict[str, GangSupervisor]
 
     @property
     def states(self) -> dict[str, str]:
-        return {name: keeper.gang.state for name, keeper in self.keepers.items()}
+        return {name: supervisor.gang.state for name, supervisor in self.supervisors.items()}
 
     async def ready(self) -> None:
         await until(lambda: set(self.states.values()) == {READY})
 
     async def waits(self, gang: str) -> None:
         """Wait until a rank of the gang reports why it does not load, and has looked twice more."""
-        await until(lambda: any("not loading: " in text for text in self.keepers[gang].gang.starts))
+        await until(
+            lambda: any(
+                "not loading: " in text for text in self.supervisors[gang].gang.startup_notes
+            )
+        )
         last = self.disk.num_looks + 2
         await until(lambda: self.disk.num_looks >= last)
 
@@ -151,8 +157,8 @@ class Cluster:
 def haste(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("POLL_S", "STARTING_POLL_S"):
         monkeypatch.setattr(gang_module, name, 0.002)
-    monkeypatch.setattr(next_life, "PAUSE_S", 0.002)
-    monkeypatch.setattr(shell, "WEIGHTS_POLL_S", 0.002)
+    monkeypatch.setattr(restart_policy, "PAUSE_S", 0.002)
+    monkeypatch.setattr(rank_actor, "WEIGHTS_POLL_S", 0.002)
 
 
 @asynccontextmanager
@@ -160,21 +166,21 @@ async def cluster(*sets: str) -> AsyncIterator[Cluster]:
     """Yield a prefill and a decode gang that have loaded the old weights."""
     disk = Disk()
     disk.may_load.set()
-    machines, weights, epochs = ShellMachines(disk), ClusterWeights(), Epochs()
+    machines, weights, epochs = ShellMachines(disk), ClusterWeights(), EpochCounter()
     config = load(None, ["control.startup_timeout_s=0.5", *sets])
-    keepers = {
-        plan.name: GangKeeper(plan, config, machines, epochs, lambda: None, weights=weights)
+    supervisors = {
+        plan.name: GangSupervisor(plan, config, machines, epochs, lambda: None, weights=weights)
         for plan in plan_gangs(config)
     }
-    for keeper in keepers.values():
-        keeper.start()
-    made = Cluster(disk, machines, weights, keepers)
+    for supervisor in supervisors.values():
+        supervisor.start()
+    made = Cluster(disk, machines, weights, supervisors)
     try:
         await made.ready()
         yield made
     finally:
-        for keeper in keepers.values():
-            await keeper.stop(0.05)
+        for supervisor in supervisors.values():
+            await supervisor.stop(0.05)
 
 
 async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> None:
@@ -183,8 +189,8 @@ async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> 
         made.disk.weights = NEW
         made.machines.ranks["prefill-0", 0].kill()
         await made.waits("prefill-0")
-        gang = made.keepers["prefill-0"].gang
-        [text] = gang.starts
+        gang = made.supervisors["prefill-0"].gang
+        [text] = gang.startup_notes
         both = f"holds weights {NEW}, but this cluster has {OLD}"
         assert text.startswith(f"prefill-0: not loading: model.path {both}; put those back")
         assert text in gang.cause and gang.state == STARTING and not gang.is_given_up
@@ -193,13 +199,13 @@ async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> 
         made.disk.weights = OLD
         await made.ready()
         assert made.machines.num_begun == 3 and made.disk.loaded == [OLD] * 3
-        said = await made.machines.ranks["prefill-0", 0].who(0, 0, OLD)
-        assert (said.doing, said.progress, said.waits) == (LOADING, 0.0, "")
+        said = await made.machines.ranks["prefill-0", 0].get_state(0, 0, OLD)
+        assert (said.activity, said.progress, said.wait_reason) == (LOADING, 0.0, "")
 
 
 def test_waiting_is_no_stall() -> None:
     state = RankState(RankSpec("d", "decode", 1), "{}", 1, "", (0, 0))
-    assert is_starting(state) and not is_starting(replace(state, waits="for weights"))
+    assert is_starting(state) and not is_starting(replace(state, wait_reason="for weights"))
 
 
 async def test_other_ranks_of_the_gang_keep_their_weights() -> None:
@@ -220,7 +226,7 @@ async def test_a_rank_waits_while_its_path_holds_nothing() -> None:
         made.disk.weights = ""
         made.machines.ranks["decode-0", 0].kill()
         await made.waits("decode-0")
-        assert "no such folder" in made.keepers["decode-0"].gang.cause
+        assert "no such folder" in made.supervisors["decode-0"].gang.cause
         made.disk.weights = OLD
         await made.ready()
         made.disk.weights = ""
@@ -255,7 +261,7 @@ async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_an
         loser = "prefill-0" if first.is_killed else "decode-0"
         made.machines.disk.weights = OLD if second.is_killed else NEW
         await made.waits(loser)
-        failure = made.keepers[loser].gang.failure
+        failure = made.supervisors[loser].gang.failure
         assert failure is not None and failure.kind == "RankLost"
         assert OLD in failure.text and NEW in failure.text
         assert sorted(made.states.values()) == [READY, STARTING]
@@ -264,10 +270,15 @@ async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_an
 async def test_adopted_ranks_define_the_weights_of_the_cluster() -> None:
     """Before a restarted controller polls a rank or starts one."""
     async with cluster() as made:
-        rank, keeper = made.machines.ranks["prefill-0", 0], made.keepers["prefill-0"]
-        state, weights = await rank.who(0, 0, None), ClusterWeights()
-        adopting = GangKeeper(
-            keeper.plan, keeper.config, made.machines, Epochs(), lambda: None, weights=weights
+        rank, supervisor = made.machines.ranks["prefill-0", 0], made.supervisors["prefill-0"]
+        state, weights = await rank.get_state(0, 0, None), ClusterWeights()
+        adopting = GangSupervisor(
+            supervisor.plan,
+            supervisor.config,
+            made.machines,
+            EpochCounter(),
+            lambda: None,
+            weights=weights,
         )
         adopting.start([rank], [state])
         assert weights.digest == OLD
@@ -282,27 +293,27 @@ async def test_a_waiting_rank_is_adopted_as_it_is() -> None:
         made.machines.ranks["decode-0", 0].kill()
         await made.waits("decode-0")
         waiting = made.machines.ranks["decode-0", 0]
-        said = await waiting.who(0, 0, None)
-        assert NEW in said.waits and said.weights == "" and said.failure is None
+        said = await waiting.get_state(0, 0, None)
+        assert NEW in said.wait_reason and said.weights == "" and said.failure is None
         assert waiting.shell._cluster_weights == OLD
 
 
 async def test_rebalancing_does_not_wait_for_weights() -> None:
     async with cluster("decode.dp_size=2") as made:
-        keeper = made.keepers["decode-0"]
+        supervisor = made.supervisors["decode-0"]
         made.disk.weights = NEW
         made.machines.ranks["decode-0", 1].kill()
         await made.waits("decode-0")
-        keeper.gang = replace(keeper.gang, failure=None)
+        supervisor.gang = replace(supervisor.gang, failure=None)
         with pytest.raises(RankLost, match=rf"decode-0: not loading: .* {NEW}, .* {OLD}"):
-            await _ready(keeper)
+            await _wait_until_ready(supervisor)
 
 
 def test_the_first_holder_decides_as_long_as_one_holds() -> None:
     weights, (a, b, c) = ClusterWeights(), "abc"
-    assert weights.digest == "" and weights.hold(a, "") and weights.digest == ""
-    assert weights.hold(a, OLD) and weights.hold(b, OLD) and not weights.hold(c, NEW)
-    del weights.held[a]
-    assert weights.digest == OLD and not weights.hold(c, NEW) and weights.hold(c, "")
-    del weights.held[b]
-    assert weights.digest == "" and weights.hold(c, NEW) and weights.digest == NEW
+    assert weights.digest == "" and weights.record(a, "") and weights.digest == ""
+    assert weights.record(a, OLD) and weights.record(b, OLD) and not weights.record(c, NEW)
+    del weights.digest_by_rank[a]
+    assert weights.digest == OLD and not weights.record(c, NEW) and weights.record(c, "")
+    del weights.digest_by_rank[b]
+    assert weights.digest == "" and weights.record(c, NEW) and weights.digest == NEW

@@ -17,7 +17,7 @@ class Counting(Dispatch):
 
     num_read = 0
 
-    def computed(self) -> list[int]:
+    def num_computed_rows(self) -> list[int]:
         self.num_read += 1
         return [self.num_read, 0]
 
@@ -34,7 +34,7 @@ async def test_one_reading_is_under_way_however_often_they_are_wanted(
 ) -> None:
     monkeypatch.setattr(computed_rows, "ROWS_S", 0.0)
     loop, dispatch = EngineLoop("engine"), Counting(2)
-    dispatch.placement = Placement.plain(1, 2, 2)
+    dispatch.placement = Placement.in_order(1, 2, 2)
     rows = ComputedRows(loop, dispatch)
     assert [rows.latest() for _ in range(9)] == [()] * 9, "nobody waits for the engine"
     loop.start()
@@ -50,7 +50,7 @@ async def test_they_are_read_seldom_and_of_a_rank_alone_never(
 ) -> None:
     monkeypatch.setattr(computed_rows, "ROWS_S", PATIENCE_S)
     loop, dispatch, alone = EngineLoop("engine"), Counting(2), Counting(2)
-    dispatch.placement = Placement.plain(1, 2, 2)
+    dispatch.placement = Placement.in_order(1, 2, 2)
     loop.start()
     rows = ComputedRows(loop, dispatch)
     for _ in range(3):
@@ -64,14 +64,14 @@ async def test_a_reading_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(computed_rows, "ROWS_S", 0.0)
 
     class Failing(Counting):
-        def computed(self) -> list[int]:
-            counts = super().computed()
+        def num_computed_rows(self) -> list[int]:
+            counts = super().num_computed_rows()
             if self.num_read == 1:
                 raise RuntimeError("the device is full")
             return counts
 
     loop, dispatch = EngineLoop("engine"), Failing(2)
-    dispatch.placement = Placement.plain(1, 2, 2)
+    dispatch.placement = Placement.in_order(1, 2, 2)
     rows = ComputedRows(loop, dispatch)
     rows.latest()
     loop.start()

@@ -9,9 +9,9 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tandem.cluster.control.launch import absolute
-from tandem.core.config import TINY_MODEL, TandemConfig, describe, leaves, load
-from tandem.core.config_shared import received
+from tandem.cluster.control.launch import with_absolute_paths
+from tandem.core.config import TINY_MODEL, TandemConfig, describe_keys, iter_keys, load
+from tandem.core.config_shared import parse_shared_config
 
 
 def test_defaults_are_the_documented_ones() -> None:
@@ -129,22 +129,24 @@ def test_sections_are_frozen_and_survive_json() -> None:
 
 def test_what_another_release_sends_is_refused_by_name() -> None:
     config = load(None, ["model.think_tokens=[<a>, </a>]", "model.path=/x"])
-    assert received(config.model_dump_json()) == config
+    assert parse_shared_config(config.model_dump_json()) == config
     sent = config.model_dump_json().replace('"stop_timeout_s"', '"parting_s"')
     with pytest.raises(ValueError, match=r"another release .*'control\.parting_s'.*`tandem stop`"):
-        received(sent)
+        parse_shared_config(sent)
 
 
 def test_help_names_every_key_with_a_meaning() -> None:
-    assert all(field.description for _, field in leaves())
-    assert [line.split()[0] for line in describe().splitlines()] == [name for name, _ in leaves()]
+    assert all(field.description for _, field in iter_keys())
+    assert [line.split()[0] for line in describe_keys().splitlines()] == [
+        name for name, _ in iter_keys()
+    ]
 
 
 def test_the_description_is_in_words_of_yaml() -> None:
     """A default reads back as itself, and a type is none of Python's own."""
     words = {"int", "float", "bool", "str", "path", "null"}
-    for name, field in leaves():
-        line = next(line for line in describe().splitlines() if line.split()[0] == name)
+    for name, field in iter_keys():
+        line = next(line for line in describe_keys().splitlines() if line.split()[0] == name)
         default, _, told = line.removeprefix(name).strip().partition(" (")
         if not isinstance(field.default, Path):
             value = list(field.default) if isinstance(field.default, tuple) else field.default
@@ -167,7 +169,7 @@ def test_paths_mean_the_same_wherever_ranks_run() -> None:
     config = load(
         None, ["speculation.draft_model_path=heads", "speculation.medusa_choices=/a/b.json"]
     )
-    told = absolute(config)
+    told = with_absolute_paths(config)
     asked = told.speculation
     assert (asked.draft_model_path, asked.medusa_choices) == (
         Path("heads").absolute(),

@@ -18,7 +18,7 @@ from benchmarks.harness import tiny
 from benchmarks.harness.engines import load
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.config_keys import HARMLESS, HARMLESS_AS, HARMLESS_AT
-from tandem.model.network.batch import Segment, pack
+from tandem.model.network.batch import Segment, pack_segments
 from tests.config_fuzz import PUBLIC, Case, draw
 
 NUM_TOKENS = 24
@@ -32,8 +32,8 @@ class Judge:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._theirs = folder / "theirs"
-        self._theirs.mkdir()
+        self._user_drafter = folder / "theirs"
+        self._user_drafter.mkdir()
         self._ours_by_config: dict[str, Tensor] = {}
         self._theirs_by_config: dict[str, Tensor] = {}
         self.num_refused = 0
@@ -61,9 +61,11 @@ class Judge:
         if key not in self._ours_by_config:
             save_file(tensors(config), self._folder / "model.safetensors")
             loaded = load(self._folder, "speculation.drafter=none", "model.kernels=torch")
-            batch = pack([Segment(prompt(config), 0, [2])], NUM_TOKENS, torch.device("cpu"))
+            batch = pack_segments(
+                [Segment(prompt(config), 0, [2])], NUM_TOKENS, torch.device("cpu")
+            )
             with torch.inference_mode():
-                hidden = loaded.network(batch, loaded.allocate(3, NUM_TOKENS))
+                hidden = loaded.network(batch, loaded.allocate_caches(3, NUM_TOKENS))
                 self._ours_by_config[key] = loaded.network.logits(hidden)[0]
         return self._ours_by_config[key]
 
@@ -78,9 +80,9 @@ class Judge:
         assert str(read.dtype or torch.bfloat16) == f"torch.{config.dtype}", config.dtype
         key = read.to_json_string(use_diff=False) + repr(sorted(shapes(config)))
         if key not in self._theirs_by_config:
-            save_file(tensors(config), self._theirs / "model.safetensors")
+            save_file(tensors(config), self._user_drafter / "model.safetensors")
             model, report = AutoModelForCausalLM.from_pretrained(
-                self._theirs,
+                self._user_drafter,
                 dtype=torch.float32,
                 experts_implementation="eager",
                 output_loading_info=True,
@@ -94,8 +96,8 @@ class Judge:
         return self._theirs_by_config[key]
 
     def _read(self, raw: Json) -> PretrainedConfig:
-        (self._theirs / "config.json").write_text(json.dumps(raw))
-        return AutoConfig.from_pretrained(self._theirs)
+        (self._user_drafter / "config.json").write_text(json.dumps(raw))
+        return AutoConfig.from_pretrained(self._user_drafter)
 
 
 def as_transformers_reads(raw: Json) -> Json:
@@ -121,7 +123,7 @@ def has_values(model: torch.nn.Module, name: str) -> bool:
 
 @cache
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
-    return tiny.random_tensors(config, seed=4, num_mtp=0)
+    return tiny.random_tensors(config, seed=4, num_mtp_layers=0)
 
 
 def prompt(config: ModelConfig) -> list[int]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from benchmarks.harness.engines import POISON, Bench
-from tandem.core.forms import RECORDED
+from tandem.core.execution import RECORDED
 from tandem.core.pages import DUMMY_PAGE
 from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, Request, Speculation
-from tandem.decode_node.planning.step_plan import SERVE, TRIAL, StepKey, StepPlan
+from tandem.decode_node.planning.step_plan import PROFILE, SERVE, StepKey, StepPlan
 from tandem.model.loaded import LoadedModel
 from tests.conformance import (
     DRAFTERS,
@@ -85,7 +85,7 @@ def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) 
     """The first and the highest in fp32, the highest in bf16; and drafts are accepted."""
     if dtype == "bfloat16" and name not in MOST:
         pytest.skip("its tree is tested, and make soak tests all levels")
-    levels = models.of(name).drafter.levels(depth_of(name))
+    levels = models.of(name).drafter.draft_shapes(depth_of(name))
     lowest = 1 if dtype == "float32" and name in MOST else len(levels) - 1
     for level in {lowest, len(levels) - 1}:
         check_level(models, name, dtype, level)
@@ -94,7 +94,7 @@ def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_levels_between_the_first_and_the_highest(models: Models, name: str, dtype: str) -> None:
-    levels = models.of(name).drafter.levels(depth_of(name))
+    levels = models.of(name).drafter.draft_shapes(depth_of(name))
     for level in range(1, len(levels) - 1):
         check_level(models, name, dtype, level)
 
@@ -102,7 +102,7 @@ def test_levels_between_the_first_and_the_highest(models: Models, name: str, dty
 def check_level(models: Models, name: str, dtype: str, level: int) -> None:
     """Check the answers at one level and, at the highest, that drafts of that size are accepted."""
     loaded = models.of(name, dtype)
-    levels, bench = loaded.drafter.levels(depth_of(name)), bench_of(loaded, name, level)
+    levels, bench = loaded.drafter.draft_shapes(depth_of(name)), bench_of(loaded, name, level)
     assert told(bench, models.asked) == models.plain(dtype), levels[level]
     counts = [one.counts for one in bench.updates() if one.counts is not None]
     if level == len(levels) - 1:
@@ -120,7 +120,7 @@ def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> No
     expected = [
         told(Bench(loaded, num_drafts=0, max_rows=8, num_pages=900), batch) for batch in batches
     ]
-    for level in range(1, len(loaded.drafter.levels(depth_of(name)))):
+    for level in range(1, len(loaded.drafter.draft_shapes(depth_of(name)))):
         for batch, answers in zip(batches, expected, strict=True):
             assert told(bench_of(loaded, name, level, num_pages=900), batch) == answers
 
@@ -131,7 +131,9 @@ def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
     loaded = models.of(name)
     bench = bench_of(loaded, name, overlap=True)
     assert told(bench, models.asked) == models.plain()
-    assert loaded.form == RECORDED and not loaded.refused and bench.decode.programs.kept
+    assert (
+        loaded.exec_mode == RECORDED and not loaded.uncapturable and bench.decode.programs.functions
+    )
 
 
 @most_drafters
@@ -144,7 +146,7 @@ def test_rows_that_are_judged_by_p_and_q_beside_strict_ones(models: Models, name
     for one, answer, expected in zip(asked, answers, models.plain(), strict=True):
         is_same = one.speculation.acceptance == STRICT or one.sampling.temperature == 0
         assert not is_same or answer == expected
-    assert not loaded.refused
+    assert not loaded.uncapturable
 
 
 @pytest.mark.parametrize("name", often(["ngram", "eagle3 tree"]))
@@ -207,20 +209,24 @@ def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
     bench = bench_of(loaded, name)
     bench.start_all(*models.asked)
     launcher, num = bench.decode._launcher, len(models.asked)
-    memory = launcher.rows._memory
-    memory = memory[0] if isinstance(memory, tuple) else memory
+    table = launcher.rows._drafter_table
+    table = table[0] if isinstance(table, tuple) else table
     before = [cache[1:].clone() for cache in bench.all_caches()]
-    known = None if memory is None else memory[:num].clone()
-    levels, catch_up = loaded.drafter.levels(depth_of(name)), loaded.drafter.catch_up(4)
-    key = StepKey(4, len(levels) - 1, catch_up.amount(levels[-1].depth, catch_up.start))
+    known = None if table is None else table[:num].clone()
+    levels, catch_up = loaded.drafter.draft_shapes(depth_of(name)), loaded.drafter.catch_up(4)
+    key = StepKey(
+        4, len(levels) - 1, catch_up.catch_up_width(levels[-1].depth, catch_up.initial_backlog)
+    )
     rows = launcher.rows
-    first_B = rows._table.page_table_BP[rows.index([], 4, is_trial=True)[0]][:, 0]
-    assert len({*first_B.tolist()} - {DUMMY_PAGE}) == 4
-    for use in (SERVE, TRIAL):
+    is_first_unknown_B = rows._table.page_table_BP[rows.row_indices([], 4, is_profile=True)[0]][
+        :, 0
+    ]
+    assert len({*is_first_unknown_B.tolist()} - {DUMMY_PAGE}) == 4
+    for use in (SERVE, PROFILE):
         with torch.inference_mode():
             launcher.launch(launcher.prepare([], StepPlan(key, use))).collect()
     assert all(map(torch.equal, before, [cache[1:] for cache in bench.all_caches()]))
-    assert known is None or torch.equal(known, memory[:num])
+    assert known is None or torch.equal(known, table[:num])
     for one in models.asked:
         bench.drop(one.request_id)
     bench.check_empty()

@@ -13,13 +13,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tandem.core.draft_shapes import chain_shapes
 from tandem.core.errors import HandoverError, Overloaded
 from tandem.core.identity import Identity
-from tandem.core.levels import chains
 from tandem.core.request import Request, SamplingParams, Speculation
-from tandem.core.turns import FRESH_SHARE
+from tandem.core.turns import NEW_REQUEST_SHARE
 from tandem.decode_node.planning.scheduler import Scheduler
-from tandem.decode_node.planning.states import Granted, Running, Size
+from tandem.decode_node.planning.states import GrantedSequence, RequestSize, RunningSequence
 from tandem.kv_transfer.pages import PagePool
 
 PAGE_SIZE, MAX_DRAFTS = 4, 3
@@ -31,9 +31,9 @@ def request(name: str, num_prompt: int, max_tokens: int, max_drafts: int | None 
     return Request(name, prompt, sampling=sampling, speculation=Speculation(max_drafts))
 
 
-def size_of(asked: Request) -> Size:
+def size_of(asked: Request) -> RequestSize:
     num_output = len(asked.output_ids)
-    return Size(len(asked.prompt_ids), num_output, asked.sampling.max_tokens, num_output > 0)
+    return RequestSize(len(asked.prompt_ids), num_output, asked.sampling.max_tokens, num_output > 0)
 
 
 @dataclass
@@ -43,15 +43,15 @@ class Played:
 
     scheduler: Scheduler
     num_left: int = 0
-    in_flight: deque[tuple[Running, ...]] = field(default_factory=deque)
-    preempted: list[Running] = field(default_factory=list)
+    in_flight: deque[tuple[RunningSequence, ...]] = field(default_factory=deque)
+    preempted: list[RunningSequence] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
     asked: dict[Identity, Request] = field(default_factory=dict)
 
     def ask(self, asked: Request) -> Identity:
         """A new attempt joins the queue. Raises what Scheduler.ask raises."""
         identity = Identity(asked.request_id)
-        self.scheduler.ask(identity, size_of(asked))
+        self.scheduler.enqueue(identity, size_of(asked))
         self.asked[identity] = asked
         return identity
 
@@ -59,9 +59,9 @@ class Played:
         return self.scheduler.grant()
 
     def activate(self, identity: Identity) -> None:
-        sequence = self.scheduler.started(identity, self.asked[identity])
-        self.scheduler.run(sequence)
-        if sequence.num_output >= sequence.need.max_output:
+        sequence = self.scheduler.build_running(identity, self.asked[identity])
+        self.scheduler.start_steps(sequence)
+        if sequence.num_output >= sequence.limits.max_output:
             self.scheduler.drop(identity)
             self.finished.append(identity.request_id)
 
@@ -69,26 +69,28 @@ class Played:
         if self.scheduler.must_preempt():
             while self.in_flight:
                 self.land(random.Random(0))
-        self.preempted += self.scheduler.make_room()
+        self.preempted += self.scheduler.grow_or_preempt()
         assert not any(s.num_in_flight for s in self.preempted[-1:]), "it had more to tell"
         sequences = self.scheduler.runnable()
         for sequence in sequences:
-            sequence.last_depth = sequence.limit
+            sequence.last_depth = sequence.draft_limit
             room = len(sequence.pages) * PAGE_SIZE
-            most = len(sequence.request.prompt_ids) + sequence.need.max_output
-            assert room >= min(sequence.num_known_most + sequence.limit, most)
-        self.scheduler.launched(sequences)
+            most = len(sequence.request.prompt_ids) + sequence.limits.max_output
+            assert room >= min(sequence.max_num_known + sequence.draft_limit, most)
+        self.scheduler.on_launch(sequences)
         if sequences:
             self.in_flight.append(tuple(sequences))
 
     def land(self, luck: random.Random) -> None:
         sequences = self.in_flight.popleft()
-        self.scheduler.landed(sequences)
+        self.scheduler.on_complete(sequences)
         for sequence in sequences:
-            if self.scheduler.run_still([sequence]) == [False]:
+            if self.scheduler.are_running([sequence]) == [False]:
                 continue
-            sequence.num_output += min(luck.randint(1, sequence.limit + 1), sequence.num_budget)
-            if sequence.num_budget == 0 or luck.random() < 0.02:
+            sequence.num_output += min(
+                luck.randint(1, sequence.draft_limit + 1), sequence.num_output_left
+            )
+            if sequence.num_output_left == 0 or luck.random() < 0.02:
                 self.scheduler.drop(sequence.identity)
                 self.finished.append(sequence.request.request_id)
 
@@ -108,7 +110,7 @@ class Life(RuleBasedStateMachine):
     )
     def begin(self, num_pages: int, max_rows: int, luck: int) -> None:
         self.pool = PagePool(num_pages, PAGE_SIZE)
-        scheduler = Scheduler(self.pool, max_rows, chains(MAX_DRAFTS), 200, ())
+        scheduler = Scheduler(self.pool, max_rows, chain_shapes(MAX_DRAFTS), 200, ())
         self.played = Played(scheduler)
         self.luck = random.Random(luck)
         self.num_asked = 0
@@ -137,7 +139,7 @@ class Life(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def activate(self, pick: int) -> None:
         sequences = self.played.scheduler.sequences.values()
-        waiting = [s for s in sequences if isinstance(s, Granted)]
+        waiting = [s for s in sequences if isinstance(s, GrantedSequence)]
         assume(waiting)
         self.played.activate(waiting[pick % len(waiting)].identity)
 
@@ -145,7 +147,7 @@ class Life(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 100))
     def abort(self, pick: int) -> None:
         scheduler = self.played.scheduler
-        queued = [*scheduler.queue.begun, *scheduler.queue.fresh]
+        queued = [*scheduler.queue.resumed, *scheduler.queue.new]
         anybody = [*scheduler.sequences, *queued]
         assume(anybody)
         identity = anybody[pick % len(anybody)]
@@ -153,8 +155,8 @@ class Life(RuleBasedStateMachine):
         assert not scheduler.drop(identity)
         assert identity not in {
             *scheduler.sequences,
-            *scheduler.queue.begun,
-            *scheduler.queue.fresh,
+            *scheduler.queue.resumed,
+            *scheduler.queue.new,
         }
 
     @precondition(lambda self: len(self.played.in_flight) < 2)
@@ -165,7 +167,7 @@ class Life(RuleBasedStateMachine):
         self.played.launch()
         if running and running[0] in self.played.preempted:
             sequences = self.played.scheduler.sequences.values()
-            arriving = [s for s in sequences if isinstance(s, Granted)]
+            arriving = [s for s in sequences if isinstance(s, GrantedSequence)]
             assert arriving, "the oldest made way, though the pages were with younger ones"
 
     @rule(num_turns=st.integers(1, 8))
@@ -196,7 +198,7 @@ class Life(RuleBasedStateMachine):
         if not hasattr(self, "played"):
             return
         scheduler = self.played.scheduler
-        for identity in [*scheduler.sequences, *scheduler.queue.begun, *scheduler.queue.fresh]:
+        for identity in [*scheduler.sequences, *scheduler.queue.resumed, *scheduler.queue.new]:
             scheduler.drop(identity)
         while self.played.in_flight:
             self.played.land(self.luck)
@@ -222,7 +224,7 @@ def test_every_request_comes_to_its_end(
     """Reservations in turn, the preempted at the end of the line: nobody waits for ever, and
     nobody loses what it has emitted."""
     pool = PagePool(num_pages, PAGE_SIZE)
-    played = Played(Scheduler(pool, max_rows, chains(MAX_DRAFTS), 200, ()), num_left)
+    played = Played(Scheduler(pool, max_rows, chain_shapes(MAX_DRAFTS), 200, ()), num_left)
     luck = random.Random(seed)
     line = [request(f"r{i}", *shape) for i, shape in enumerate(shapes)]
     refused = set()
@@ -254,31 +256,31 @@ def test_every_request_comes_to_its_end(
 
 
 def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chain_shapes(MAX_DRAFTS), 200, ())
     names = {name: Identity(name) for name in ("runs", "large", "small", "begun")}
-    scheduler.ask(names["runs"], Size(4, 0, 4))
+    scheduler.enqueue(names["runs"], RequestSize(4, 0, 4))
     assert scheduler.grant() == [names["runs"]]
-    scheduler.ask(names["large"], Size(40, 0, 4))
-    scheduler.ask(names["small"], Size(4, 0, 4))
-    scheduler.ask(names["begun"], Size(20, 7, 20, True))
+    scheduler.enqueue(names["large"], RequestSize(40, 0, 4))
+    scheduler.enqueue(names["small"], RequestSize(4, 0, 4))
+    scheduler.enqueue(names["begun"], RequestSize(20, 7, 20, True))
     for turn in ("begun", "large", "small"):
         assert scheduler.grant() == [], "there is but one row"
         scheduler.drop(next(iter(scheduler.sequences)))
         assert scheduler.grant() == [names[turn]]
     with pytest.raises(HandoverError, match="holds no row"):
-        scheduler.started(names["runs"], request("runs", 4, 4))
+        scheduler.build_running(names["runs"], request("runs", 4, 4))
 
 
 def test_one_grant_in_so_many_is_for_a_request_that_has_not_begun() -> None:
     """Nor does it lose its turn while there are too few pages for it."""
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 2, chains(MAX_DRAFTS), 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 2, chain_shapes(MAX_DRAFTS), 200, ())
     fresh, held = Identity("fresh"), Identity("held")
-    scheduler.ask(held, Size(20, 0, 4))
+    scheduler.enqueue(held, RequestSize(20, 0, 4))
     assert scheduler.grant() == [held]
-    scheduler.ask(fresh, Size(60, 0, 4))
-    begun = [Identity(f"begun-{i}") for i in range(FRESH_SHARE)]
+    scheduler.enqueue(fresh, RequestSize(60, 0, 4))
+    begun = [Identity(f"begun-{i}") for i in range(NEW_REQUEST_SHARE)]
     for identity in begun:
-        scheduler.ask(identity, Size(4, 1, 4, is_begun=True))
+        scheduler.enqueue(identity, RequestSize(4, 1, 4, is_resumed=True))
     for identity in begun[:-1]:
         assert scheduler.grant() == [identity]
         scheduler.drop(identity)
@@ -291,19 +293,19 @@ def test_one_grant_in_so_many_is_for_a_request_that_has_not_begun() -> None:
 
 
 def test_tokens_that_a_client_claims_give_no_priority() -> None:
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chain_shapes(MAX_DRAFTS), 200, ())
     first, claims = Identity("first"), Identity("claims")
-    scheduler.ask(first, Size(4, 0, 4))
-    scheduler.ask(claims, Size(4, 3, 4))
+    scheduler.enqueue(first, RequestSize(4, 0, 4))
+    scheduler.enqueue(claims, RequestSize(4, 3, 4))
     assert scheduler.grant() == [first]
 
 
 def test_a_full_queue_refuses_what_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.decode_node.planning.scheduler.MAX_WAITING", 2)
-    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chains(MAX_DRAFTS), 200, ())
+    scheduler = Scheduler(PagePool(20, PAGE_SIZE), 1, chain_shapes(MAX_DRAFTS), 200, ())
     for _ in range(2):
-        scheduler.ask(Identity("r"), Size(4, 0, 4))
+        scheduler.enqueue(Identity("r"), RequestSize(4, 0, 4))
     with pytest.raises(Overloaded):
-        scheduler.ask(Identity("r"), Size(4, 0, 4))
-    scheduler.ask(Identity("r"), Size(4, 1, 4, True))
+        scheduler.enqueue(Identity("r"), RequestSize(4, 0, 4))
+    scheduler.enqueue(Identity("r"), RequestSize(4, 1, 4, True))
     scheduler.check_integrity()

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.control.plan import REPLICA, plan_gangs
+from tandem.cluster.control.plan import REPLICA_LABEL, plan_gangs
 from tandem.core.config import TINY_MODEL
 from tests.deployed import (
     DEPLOY,
@@ -59,9 +59,9 @@ def gangs_lie_in_one_replica(it: Deployed) -> None:
             assert "RAY_OVERRIDE_LABELS" not in given
             continue
         labels = json.loads(given["RAY_OVERRIDE_LABELS"]["value"])
-        assert labels == {REPLICA: "$(REPLICA)"} and [*given].index("REPLICA") < [*given].index(
-            "RAY_OVERRIDE_LABELS"
-        )
+        assert labels == {REPLICA_LABEL: "$(REPLICA)"} and [*given].index("REPLICA") < [
+            *given
+        ].index("RAY_OVERRIDE_LABELS")
         path = given["REPLICA"]["valueFrom"]["fieldRef"]["fieldPath"]
         assert path == "metadata.labels['ray.io/worker-group-replica-name']"
 
@@ -115,9 +115,9 @@ def workers_may_drain(it: Deployed) -> None:
     """Answers, then ranks; a node that is empty does not wait."""
     control = it.config.control
     for group in it.groups.values():
-        [bound_s] = [float(one["value"]) for one in env(group) if "DRAIN_TIMEOUT" in one["name"]]
-        assert bound_s >= control.drain_timeout_s + control.stop_timeout_s
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= bound_s + 20
+        [timeout_s] = [float(one["value"]) for one in env(group) if "DRAIN_TIMEOUT" in one["name"]]
+        assert timeout_s >= control.drain_timeout_s + control.stop_timeout_s
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] >= timeout_s + 20
     [head_s] = [
         one["value"] for one in env(it.cluster["spec"]["headGroupSpec"]) if "DRAIN" in one["name"]
     ]

@@ -17,14 +17,14 @@ from benchmarks.harness import tiny
 from tandem.core.config import TandemConfig
 from tandem.core.config import load as load_config
 from tandem.core.info import DECODE, PREFILL
-from tandem.core.pace import LOADING, on_start
+from tandem.core.progress import LOADING, on_startup_progress
 from tandem.model.checkpoint import digest as digests
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.digest import PAGE_BYTES
 from tandem.model.checkpoint.files import INDEX, SINGLE, CheckpointFiles
 from tandem.model.checkpoint.headers import MAX_HEADER_BYTES, Header
 from tandem.model.checkpoint.weights import Checkpoint
-from tandem.model.drafters.files import fill, read
+from tandem.model.drafters.files import load_parameters, read_tensors
 from tandem.model.loaded import load_model
 from tests.small import write_small
 from tests.unit.test_weights import quantised
@@ -296,12 +296,12 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path) -
             with (tmp_path / SINGLE).open("r+b") as file:
                 file.write((tmp_path / "other" / SINGLE).read_bytes())
 
-    token = on_start.set(write_to_it)
+    token = on_startup_progress.set(write_to_it)
     try:
         with pytest.raises(ValueError, match="was written to while it was read"):
             load_model(loading(tmp_path), DECODE)
     finally:
-        on_start.reset(token)
+        on_startup_progress.reset(token)
 
 
 def test_heads_of_a_drafter_are_no_mapping_of_their_file(tmp_path: Path) -> None:
@@ -309,13 +309,13 @@ def test_heads_of_a_drafter_are_no_mapping_of_their_file(tmp_path: Path) -> None
     config = tiny.write_tiny(tmp_path, seed=1)
     names = dict(torch.nn.Linear(4, 4).named_parameters())
     save_file({name: one.data for name, one in names.items()}, tmp_path / "heads.safetensors")
-    tensors = read(tmp_path / "heads.safetensors")
+    tensors = read_tensors(tmp_path / "heads.safetensors")
     wanted = {name: one.clone() for name, one in tensors.items()}
     with torch.device("meta"):
         module = torch.nn.Linear(4, 4)
     with CheckpointFiles(tmp_path) as files:
         checkpoint = Checkpoint(files, config, torch.float32, torch.device("cpu"))
-        fill(module, tmp_path / "heads.safetensors", tensors, checkpoint)
+        load_parameters(module, tmp_path / "heads.safetensors", tensors, checkpoint)
     size = (tmp_path / "heads.safetensors").stat().st_size
     with (tmp_path / "heads.safetensors").open("r+b") as file:
         file.write(bytes(size))

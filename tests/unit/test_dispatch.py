@@ -10,21 +10,21 @@ from torch import Tensor
 from benchmarks.harness import tiny
 from tandem.core.placement import Placement
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.kernels.base import PLAIN
-from tandem.model.network.dispatch.base import Dispatch, Peers
-from tandem.model.network.dispatch.exchanged import Exchanged
-from tandem.model.network.dispatch.gathered import Gathered
-from tandem.model.network.dispatch.spread import Spread
+from tandem.model.kernels.base import TORCH_KERNELS
+from tandem.model.network.dispatch.all_gather import AllGatherDispatch
+from tandem.model.network.dispatch.all_to_all import AllToAllDispatch
+from tandem.model.network.dispatch.base import CollectiveGroup, Dispatch
+from tandem.model.network.dispatch.expert_parallel import ExpertParallelDispatch
 from tandem.model.network.experts import Experts
 from tests.numerics import assert_near, rounding
 from tests.ranks import CPU, on_ranks
 
 LAYER, NUM_EXPERTS, TOP, DIM = 1, 8, 2, 48
 CONFIG = ModelConfig.from_dict(tiny.BASE)
-WAYS: dict[str, Callable[[Placement, int], Spread]] = {
-    "all_gather": lambda placement, rank: Gathered(placement, rank, CPU, is_static=False),
-    "static": lambda placement, rank: Gathered(placement, rank, CPU, is_static=True),
-    "all_to_all": lambda placement, rank: Exchanged(placement, rank, CPU),
+WAYS: dict[str, Callable[[Placement, int], ExpertParallelDispatch]] = {
+    "all_gather": lambda placement, rank: AllGatherDispatch(placement, rank, CPU, is_static=False),
+    "static": lambda placement, rank: AllGatherDispatch(placement, rank, CPU, is_static=True),
+    "all_to_all": lambda placement, rank: AllToAllDispatch(placement, rank, CPU),
 }
 
 
@@ -71,21 +71,21 @@ def one_by_one(experts: Experts, told: Tokens) -> Tensor:
 
 def dispatched(
     way: str, placement: Placement, ranks: list[Tokens], kind: type[Experts] = Experts
-) -> list[tuple[Tensor, Spread]]:
+) -> list[tuple[Tensor, ExpertParallelDispatch]]:
     """Each rank's combined outputs, and what has counted its rows."""
     whole = all_experts()
 
-    def work(group: Peers) -> tuple[Tensor, Spread]:
+    def work(group: CollectiveGroup) -> tuple[Tensor, ExpertParallelDispatch]:
         dispatch = WAYS[way](placement, group.rank)
-        dispatch.join(group)
-        held = dispatch.held(LAYER)
+        dispatch.set_group(group)
+        held = dispatch.local_experts(LAYER)
         experts = kind(CONFIG, held)
         experts.gate_up.weight.copy_(whole.gate_up.weight[list(held)])
         experts.down.weight.copy_(whole.down.weight[list(held)])
-        experts.adopt(PLAIN)
+        experts.process_weights_after_loading(TORCH_KERNELS)
         own = ranks[group.rank]
-        out = dispatch.run(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
-        return PLAIN.combine(out, own.weights_TK, None), dispatch
+        out = dispatch.run_experts(LAYER, experts, own.x_TD, own.ids_TK, own.real_T)
+        return TORCH_KERNELS.combine(out, own.weights_TK, None), dispatch
 
     return on_ranks(placement.num_ranks, work)
 
@@ -100,13 +100,13 @@ def check(way: str, placement: Placement, ranks: list[Tokens]) -> None:
         assert_near(out_TD[real], wanted_TD, rounding(length, largest))
         assert out_TD.isfinite().all(), "padding is finite"
         counted = torch.bincount(own.ids_TK[real].flatten(), minlength=NUM_EXPERTS)
-        assert dispatch.sent() == [[0] * NUM_EXPERTS, counted.tolist()]
-    sent = sum(sum(dispatch.sent()[LAYER]) for _, dispatch in answers)
-    assert sent == sum(dispatch.computed()[LAYER] for _, dispatch in answers)
+        assert dispatch.num_sent_rows() == [[0] * NUM_EXPERTS, counted.tolist()]
+    sent = sum(sum(dispatch.num_sent_rows()[LAYER]) for _, dispatch in answers)
+    assert sent == sum(dispatch.num_computed_rows()[LAYER] for _, dispatch in answers)
 
 
 def plain(num_ranks: int, num_redundant: int = 0) -> Placement:
-    return Placement.plain(2, NUM_EXPERTS, num_ranks, num_redundant)
+    return Placement.in_order(2, NUM_EXPERTS, num_ranks, num_redundant)
 
 
 SHUFFLED = Placement(2, ((0, 1, 2, 3, 4, 5, 6, 7), (6, 1, 4, 3, 0, 7, 2, 5)))
@@ -152,11 +152,11 @@ class Scaling(Experts):
     def forward(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
     ) -> Tensor:
-        share = int((slots_P < len(self.held)).sum()) / len(slots_P)
+        share = int((slots_P < len(self.expert_ids)).sum()) / len(slots_P)
         ASKED.append((num_ranks, share))
         if tokens_P is None:
             tokens_P = torch.arange(len(slots_P)) // (len(slots_P) // len(x_ND))
-        factors = torch.tensor([*(SIZES[expert] for expert in self.held), 0.0])
+        factors = torch.tensor([*(SIZES[expert] for expert in self.expert_ids), 0.0])
         return x_ND[tokens_P] * factors[slots_P].unsqueeze(1)
 
 
@@ -177,9 +177,9 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
         own.weights_TK = torch.rand(16, NUM_EXPERTS)
     everything = Scaling(CONFIG, tuple(range(NUM_EXPERTS)))
     for own, (out_TD, _) in zip(ranks, dispatched(way, placement, ranks, Scaling), strict=True):
-        alone = Dispatch(NUM_EXPERTS).run(LAYER, everything, own.x_TD, own.ids_TK, None)
-        assert torch.equal(out_TD, PLAIN.combine(alone, own.weights_TK, None))
-        backwards = PLAIN.combine(alone.flip(1), own.weights_TK.flip(1), None)
+        alone = Dispatch(NUM_EXPERTS).run_experts(LAYER, everything, own.x_TD, own.ids_TK, None)
+        assert torch.equal(out_TD, TORCH_KERNELS.combine(alone, own.weights_TK, None))
+        backwards = TORCH_KERNELS.combine(alone.flip(1), own.weights_TK.flip(1), None)
         assert not torch.equal(out_TD, backwards), "the order matters here"
 
 
@@ -193,6 +193,6 @@ def test_experts_are_told_which_share_of_pairs_to_expect(way: str) -> None:
 
 
 def test_copies_take_turns() -> None:
-    dispatch = Exchanged(REPLICAS, 0, CPU)
+    dispatch = AllToAllDispatch(REPLICAS, 0, CPU)
     slots = dispatch.slots(LAYER, torch.full((9, 1), 1), None).flatten().tolist()
     assert sorted(slots) == [1] * 3 + [4] * 3 + [7] * 3

@@ -13,46 +13,46 @@ import torch
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, IdleFirst, greedy, load
-from tandem.core.levels import Level, chains
-from tandem.decode_node.planning.lengths import (
-    BLIND_SHARE,
-    BLIND_STEPS,
-    FREE_EVERY,
-    LOOK_EVERY,
-    LOOK_SHARE,
-    LOOK_STEPS,
-    NUM_NEW,
-    NUM_TRIES,
-    Costs,
+from tandem.core.draft_shapes import DraftShape, chain_shapes
+from tandem.decode_node.planning.acceptance_stats import DepthTransitions
+from tandem.decode_node.planning.draft_length import (
+    NO_DRAFT_PROBE_SHARE,
+    NO_DRAFT_PROBE_STEPS,
+    NUM_PROFILE_STEPS,
+    NUM_WARMUP_STEPS,
+    PROBE_EVERY,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    WARMUP_PROBE_EVERY,
+    StepCostModel,
     adaptive,
-    most_wanted,
-    record,
+    choose_largest,
+    record_reports,
 )
-from tandem.decode_node.planning.rungs import Rungs
 from tandem.decode_node.planning.step_plan import (
-    PLAIN,
-    TRIAL,
+    GREEDY_TRAITS,
+    PROFILE,
     Proposal,
-    Report,
     StepKey,
     StepPlan,
-    report_of,
+    StepReport,
+    step_report,
 )
 from tandem.decode_node.planning.step_planner import StepPlanner
-from tandem.model.drafters.base import Drafts, Own, View
-from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.drafters.base import DraftContext, DrafterState, Drafts
+from tandem.model.drafters.mtp_rows import MtpCatchUp
 from tandem.runtime.lockstep import LocalPlanner
 from tests.unit.test_drafts import Spy, drafts_from_scratch, prompt
 
 BUCKETS = tuple(range(1, 65))
-RUNGS = Rungs.of(chains(3))
+RUNGS = DepthTransitions.from_shapes(chain_shapes(3))
 
 
 IDLE = Proposal((0, 0, 0, 0), 1)
 
 
-def local_planner(*, measures: bool = False) -> LocalPlanner:
-    return LocalPlanner(StepPlanner(BUCKETS, chains(3), adaptive, Pending(3), measures))
+def local_planner(*, may_profile: bool = False) -> LocalPlanner:
+    return LocalPlanner(StepPlanner(BUCKETS, chain_shapes(3), adaptive, MtpCatchUp(3), may_profile))
 
 
 class Server:
@@ -61,7 +61,7 @@ class Server:
     def __init__(self, planner: LocalPlanner, a: float, base: float, slope: float) -> None:
         self.planner, self.a, self.base, self.slope = planner, a, base, slope
         self.random = random.Random(1)
-        self.report: Report | None = None
+        self.report: StepReport | None = None
         self.num_context = 0
 
     def cost(self, num_rows: int, num_drafts: int) -> float:
@@ -82,10 +82,10 @@ class Server:
         """The trials, until there is none left."""
         keys = []
         while (plan := self.planner.plan(replace(IDLE, report=self.report)).key) is not None:
-            assert plan.use == TRIAL
+            assert plan.purpose == PROFILE
             key = plan.key
             keys.append(key)
-            self.report = report_of(RUNGS, plan, self.cost(key.num_rows, key.level), [])
+            self.report = step_report(RUNGS, plan, self.cost(key.num_rows, key.shape_index), [])
         return keys
 
     def run(self, limits: Sequence[int], num_steps: int) -> list[int]:
@@ -95,7 +95,7 @@ class Server:
             told = {"report": self.report, "num_context": self.num_context}
             plan = self.planner.plan(Proposal(wanted, 1, **told)).key
             assert plan is not None
-            n = plan.key.level
+            n = plan.key.shape_index
             lengths.append(n)
             accepted = []
             for limit in limits:
@@ -103,7 +103,7 @@ class Server:
                 while k < min(n, limit) and self.random.random() < self.a:
                     k += 1
                 accepted.append((limit, range(1, k + 1)))
-            self.report = report_of(RUNGS, plan, self.step_s(len(limits), n, step), accepted)
+            self.report = step_report(RUNGS, plan, self.step_s(len(limits), n, step), accepted)
         return lengths
 
     def reached(self, num_rows: int, num_steps: int) -> float:
@@ -136,7 +136,7 @@ class Long(Server):
 def test_long_contexts_have_a_length_of_their_own() -> None:
     """Drafts pay where the context is what takes time. Once both were seen, the first step behind
     a change has what pays there."""
-    server, lengths = Long(local_planner(measures=True), 0.5, base=0.05, slope=1.0), {}
+    server, lengths = Long(local_planner(may_profile=True), 0.5, base=0.05, slope=1.0), {}
     server.idle()
     for num_context in (10, 2000, 10, 2000, 3000, 10):
         server.num_context = num_context
@@ -148,25 +148,25 @@ def test_long_contexts_have_a_length_of_their_own() -> None:
 
 
 def test_what_is_known_of_the_nearest_context_is_believed_at_first() -> None:
-    server = Server(local_planner(measures=True), 0.9, base=1.0, slope=0.001)
+    server = Server(local_planner(may_profile=True), 0.9, base=1.0, slope=0.001)
     server.idle()
     first = server.run([3], 300)
     server.num_context = 5000
     other = server.run([3], 40)
-    assert first.count(3) > 240 and other.count(3) >= 40 - 3 * LOOK_STEPS
-    sizes = server.planner._decide._costs.sizes  # type: ignore[attr-defined]
+    assert first.count(3) > 240 and other.count(3) >= 40 - 3 * PROBE_STEPS
+    sizes = server.planner._decide._costs.buckets  # type: ignore[attr-defined]
     assert {context for rows, context in sizes if rows == 1} == {0, 4}
 
 
 def test_a_plan_tells_the_longest_context_and_a_report_is_of_its_plan() -> None:
-    planner = StepPlanner(BUCKETS, chains(3), adaptive, Pending(3))
+    planner = StepPlanner(BUCKETS, chain_shapes(3), adaptive, MtpCatchUp(3))
     asked = [Proposal((0, 0, 0, 1), 1, num_context=context) for context in (700, 5000)]
     plan = planner([*asked, IDLE])
     assert plan is not None and plan.num_context == 5000
-    report = report_of(RUNGS, plan, 0.5, [])
+    report = step_report(RUNGS, plan, 0.5, [])
     assert planner([replace(IDLE, report=report)]) is None
-    assert planner._costs.of_size(1, 5000).step_s[plan.key.level] == 0.5
-    assert planner._costs.sizes.keys() == {(1, 4)}
+    assert planner._costs.bucket_costs(1, 5000).step_s[plan.key.shape_index] == 0.5
+    assert planner._costs.buckets.keys() == {(1, 4)}
 
 
 class Shared(Server):
@@ -183,7 +183,7 @@ class Shared(Server):
 def test_a_machine_whose_speed_varies_does_not_hide_the_length_that_pays(
     a: float, slope: float
 ) -> None:
-    server = Shared(local_planner(measures=True), a, 1.0, slope)
+    server = Shared(local_planner(may_profile=True), a, 1.0, slope)
     server.idle()
     reached = [server.reached(num_rows, 1500) for num_rows in (1, 8, 32)]
     assert min(reached) > 0.95 and sum(reached) / 3 > 0.97
@@ -206,7 +206,7 @@ class Disturbed(Server):
 def test_other_work_during_a_look_does_not_choose_the_length(a: float, slope: float) -> None:
     reached = list[float]()
     for seed in range(3):
-        server = Disturbed(local_planner(measures=True), a, 1.0, slope)
+        server = Disturbed(local_planner(may_profile=True), a, 1.0, slope)
         server.random = random.Random(seed)
         server.idle()
         reached += [server.reached(num_rows, 2000) for num_rows in (1, 8, 32)]
@@ -215,79 +215,81 @@ def test_other_work_during_a_look_does_not_choose_the_length(a: float, slope: fl
 
 def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
     """Then the right number of drafts is planned from the first step on."""
-    server = Server(local_planner(measures=True), 0.0, 1.0, 0.2)
+    server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.2)
     keys = server.idle()
-    assert {(key.num_rows, key.level) for key in keys} == {
+    assert {(key.num_rows, key.shape_index) for key in keys} == {
         (rows, n) for rows in (1, 3, 6, 12, 24, 48, 64) for n in range(4)
     }
-    assert len(keys) == 7 * 4 * NUM_TRIES and {key.extras for key in keys} == {PLAIN}
+    assert len(keys) == 7 * 4 * NUM_PROFILE_STEPS and {key.traits for key in keys} == {
+        GREEDY_TRAITS
+    }
     lengths = server.run([3] * 40, 3000)
     (first, most), *looks = [(i, n) for i, n in enumerate(lengths) if n]
     assert (first, most) == (0, 3), "all count as accepted until a step was read"
     looked = Counter(n for _, n in looks)
     assert looked[1] > looked[2] >= looked[3] > 0, "the worst most seldom"
-    for n, share in ((1, BLIND_SHARE), (2, LOOK_SHARE / 3), (3, LOOK_SHARE / 3)):
-        lost = (looked[n] - BLIND_STEPS) * (server.cost(40, n) - server.cost(40, 0))
+    for n, share in ((1, NO_DRAFT_PROBE_SHARE), (2, PROBE_SHARE / 3), (3, PROBE_SHARE / 3)):
+        lost = (looked[n] - NO_DRAFT_PROBE_STEPS) * (server.cost(40, n) - server.cost(40, 0))
         assert lost <= share * len(lengths) * server.cost(40, 0), "but for the first"
     assert server.idle() == []
 
 
 @pytest.mark.parametrize(("cost", "timed"), [(2.9, {0, 1, 2}), (3.1, {0, 1})])
 def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed: set[int]) -> None:
-    """The second costs no less than the first, and is no deeper. One that was timed is looked at
+    """The second costs no less than the first, and is no deeper. One that was timed is probed_at at
     now and then, whatever was told of it."""
-    levels = (*chains(0), Level(4, 2, None), Level(8, 2, None))
-    costs, found, lengths = Costs.unknown(levels), set(), []
+    levels = (*chain_shapes(0), DraftShape(4, 2, None), DraftShape(8, 2, None))
+    costs, found, lengths = StepCostModel.unprofiled(levels), set(), []
 
-    def run(level: int) -> None:
-        tried = (0,) * costs.rungs.num_told[level]
-        step_s = cost if level else 1.0
-        record(costs, [Report(StepKey(1, level, 0), step_s, tried, tried)])
+    def run(draft_shape: int) -> None:
+        tried = (0,) * costs.transitions.num_visible[draft_shape]
+        step_s = cost if draft_shape else 1.0
+        record_reports(costs, [StepReport(StepKey(1, draft_shape, 0), step_s, tried, tried)])
 
-    while (untried := costs.untried([1])) is not None:
+    while (untried := costs.next_unprofiled([1])) is not None:
         found.add(untried[1])
         run(untried[1])
     assert found == timed
-    for _ in range(10 * LOOK_EVERY):
+    for _ in range(10 * PROBE_EVERY):
         lengths.append(adaptive(costs, (1, 0), (0, 0, 1)))
         run(lengths[-1])
     assert {*lengths} == timed
     if cost > 3:  # three tokens each, which without drafts take 3
-        assert lengths.count(1) * (cost - 3) <= LOOK_SHARE * len(lengths)
+        assert lengths.count(1) * (cost - 3) <= PROBE_SHARE * len(lengths)
 
 
 def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:
     """Something else ran as steps with drafts were timed: as if they lost even if all passed."""
-    server = Server(local_planner(measures=True), 0.9, 1.0, 0.03)
+    server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.03)
     true_cost = server.cost
     server.cost = lambda rows, n: true_cost(rows, n) * (1 + n)  # type: ignore[method-assign]
     server.idle()
     server.cost = true_cost  # type: ignore[method-assign]
     lengths = server.run([3] * 8, 3000)
-    assert lengths[:FREE_EVERY].count(0) == FREE_EVERY
+    assert lengths[:WARMUP_PROBE_EVERY].count(0) == WARMUP_PROBE_EVERY
     assert lengths[-100:].count(server.best(8, 3)) >= 95
 
 
 def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
     """A core that others use may tell a hundred times too much of the level that pays."""
-    server = Server(local_planner(measures=True), 0.9, 1.0, 0.001)
+    server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.001)
     server.idle()
     decide = server.planner._decide
     assert isinstance(decide, StepPlanner)
-    size = decide._costs.of_size(8)
-    size.current, size.step_s = 0, [n * 100 for n in size.step_s]
+    size = decide._costs.bucket_costs(8)
+    size.current_shape, size.step_s = 0, [n * 100 for n in size.step_s]
     size.step_s[0] /= 100
     assert server.run([3] * 8, 2000)[200:].count(3) >= 0.97 * 1800
 
 
 def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
-    """Else each level would seem to lose even if all its drafts passed, and be looked at once in
+    """Else each level would seem to lose even if all its drafts passed, and be probed_at at once in
     thousands of steps."""
-    server = Server(local_planner(measures=True), 0.0, 1.0, 0.05)
+    server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.05)
     server.idle()
     quiet = server.step_s
     server.step_s = lambda rows, n, step: quiet(rows, n, step) * (10 if n else 1)  # type: ignore[method-assign]
-    looked = server.run([3] * 8, 4 * FREE_EVERY)
+    looked = server.run([3] * 8, 4 * WARMUP_PROBE_EVERY)
     assert {*looked[4:]} == {0, 1, 2, 3}
     server.step_s = quiet  # type: ignore[method-assign]
     assert max(server.run([3] * 8, 300)[-100:]) < 3
@@ -298,29 +300,32 @@ def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
 def test_what_was_measured_while_idle_is_no_look() -> None:
     """Its last trial stands right before steps that take less, for contexts are short at first: the
     level would seem to take as much longer."""
-    costs, cost_s = Costs.unknown(chains(3)), (1.0, 1.2, 1.5, 2.4)
+    costs, cost_s = StepCostModel.unprofiled(chain_shapes(3)), (1.0, 1.2, 1.5, 2.4)
 
-    def run(level: int, factor: float) -> None:
-        tried = (0,) * costs.rungs.num_told[level]
-        record(costs, [Report(StepKey(8, level, 0), cost_s[level] * factor, tried, tried)])
+    def run(draft_shape: int, factor: float) -> None:
+        tried = (0,) * costs.transitions.num_visible[draft_shape]
+        record_reports(
+            costs,
+            [StepReport(StepKey(8, draft_shape, 0), cost_s[draft_shape] * factor, tried, tried)],
+        )
 
-    while (untried := costs.untried([8])) is not None:
+    while (untried := costs.next_unprofiled([8])) is not None:
         run(untried[1], 2.0)
-    for _ in range(FREE_EVERY):
-        level = adaptive(costs, (8, 0), (0, 0, 0, 8))
-        assert level == 2, "the best of those tried"
-        run(level, 1.0)
-    size = costs.of_size(8)
-    assert size.step_s == [2 * one_s for one_s in cost_s] and not any(size.seen)
+    for _ in range(WARMUP_PROBE_EVERY):
+        draft_shape = adaptive(costs, (8, 0), (0, 0, 0, 8))
+        assert draft_shape == 2, "the best of those tried"
+        run(draft_shape, 1.0)
+    size = costs.bucket_costs(8)
+    assert size.step_s == [2 * one_s for one_s in cost_s] and not any(size.probe_times_s)
 
 
 def test_work_comes_before_what_is_not_measured_yet() -> None:
-    planner = local_planner(measures=True)
-    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
+    planner = local_planner(may_profile=True)
+    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), PROFILE)
     assert planner.plan(replace(IDLE, num_rows_by_limit=(0, 0, 0, 2))).key == StepPlan(
         StepKey(2, 3, 4)
     )
-    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), TRIAL)
+    assert planner.plan(IDLE).key == StepPlan(StepKey(1, 0, 0), PROFILE)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -333,7 +338,7 @@ def test_trials_leave_no_trace(tmp_path: Path, overlap: bool) -> None:
     while measured.decode.has_work():
         measured.decode.step()
     num_sizes, num_levels = 3, 2  # what costs too much beyond these is not timed
-    assert measured.decode.num_steps >= num_sizes * num_levels * NUM_TRIES
+    assert measured.decode.num_steps >= num_sizes * num_levels * NUM_PROFILE_STEPS
     for cache, clean in zip(measured.all_caches(), before, strict=True):
         assert not torch.equal(cache[0], clean[0]) and torch.equal(cache[1:], clean[1:])
     asked = [greedy(f"r{i}", prompt(5 + i), 20, ignore_eos=True) for i in range(3)]
@@ -351,7 +356,7 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     bench.decode.step()
     error = MemoryError("too large")
     with monkeypatch.context() as patch:
-        patch.setattr(type(bench.decode._launcher.rows), "index", Mock(side_effect=error))
+        patch.setattr(type(bench.decode._launcher.rows), "row_indices", Mock(side_effect=error))
         patch.setattr("tandem.decode_node.program.programs.decode_step", Mock(side_effect=error))
         with pytest.raises(MemoryError):
             bench.decode.step()
@@ -364,7 +369,7 @@ def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
 
 def test_drafts_stop_where_they_do_not_pay_and_come_back_where_they_do() -> None:
     server = Server(local_planner(), 0.6, 1.0, 0.2)
-    assert server.run([3] * 2, NUM_NEW + 100)[-100:].count(0) <= LOOK_STEPS
+    assert server.run([3] * 2, NUM_WARMUP_STEPS + 100)[-100:].count(0) <= PROBE_STEPS
     busy = server.run([3] * 64, 300)[-128:]
     assert busy.count(0) >= 120 and any(busy)
     assert server.run([3] * 2, 40).count(0) <= 4
@@ -379,26 +384,28 @@ def test_acceptance_that_rises_is_noticed_at_length_zero() -> None:
 
 def test_what_is_blind_looks_soon_again() -> None:
     """Many rows may turn together; while nothing is drafted only looks tell of it."""
-    server = Server(local_planner(measures=True), 0.05, 1.0, 0.05)
+    server = Server(local_planner(may_profile=True), 0.05, 1.0, 0.05)
     server.idle()
     assert server.run([3] * 32, 400)[-100:].count(0) >= 90
     server.a = 0.95
-    assert server.run([3] * 32, 200)[-100:].count(0) <= LOOK_STEPS
+    assert server.run([3] * 32, 200)[-100:].count(0) <= PROBE_STEPS
 
 
 def test_limits_of_requests_are_kept() -> None:
     server = Server(local_planner(), 0.9, 1.0, 0.0)
     assert set(server.run([0, 0], 100)) == {0}
     assert set(server.run([1, 0], 100)) <= {0, 1}
-    assert most_wanted(Costs.unknown(chains(3)), 3, (1, 1, 1, 0)) == 2
+    assert choose_largest(StepCostModel.unprofiled(chain_shapes(3)), 3, (1, 1, 1, 0)) == 2
 
 
 def test_shares_count_only_rows_that_came_so_far() -> None:
-    costs = Costs.unknown(chains(2))
+    costs = StepCostModel.unprofiled(chain_shapes(2))
     rows = [(2, [1, 2]), (2, []), (1, [1]), (0, [])]
-    report = report_of(Rungs.of(chains(2)), StepPlan(StepKey(4, 2, 3)), 1.0, rows)
+    report = step_report(
+        DepthTransitions.from_shapes(chain_shapes(2)), StepPlan(StepKey(4, 2, 3)), 1.0, rows
+    )
     for _ in range(2000):
-        record(costs, [report])
+        record_reports(costs, [report])
     assert costs.expected_tokens()[1][1] == pytest.approx(1 + 2 / 3, abs=0.02)
     assert costs.expected_tokens()[2][2] == pytest.approx(1 + 2 / 3 + 2 / 3, abs=0.02)
 
@@ -441,10 +448,17 @@ def test_a_cold_cache_would_be_noticed(tmp_path: Path) -> None:
     class Lazy(Spy):
         """Skips pass 1 when nothing is drafted."""
 
-        def draft(self, own: Own, view: View, level: Level, amount: int, caches) -> Drafts:
-            if level.depth == 0:
-                return Drafts(view.last_B1[:, :0])
-            return super().draft(own, view, level, amount, caches)
+        def draft(
+            self,
+            state: DrafterState,
+            context: DraftContext,
+            draft_shape: DraftShape,
+            catch_up_width: int,
+            caches,
+        ) -> Drafts:
+            if draft_shape.depth == 0:
+                return Drafts(context.last_B1[:, :0])
+            return super().draft(state, context, draft_shape, catch_up_width, caches)
 
     spy = Lazy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), num_drafts=3, length=IdleFirst(20))

@@ -46,7 +46,7 @@ def loaded_with(main: Path, small: Path, *sets: str) -> LoadedModel:
     return load(main, NAME, f"speculation.draft_model_path={small}", "model.kernels=native", *sets)
 
 
-def drafts_of(
+def chain_drafts(
     loaded: LoadedModel, ids: Sequence[int], num_drafts: int, num_idle: int, page_size: int = 4
 ) -> list[tuple[list[int], list[int]]]:
     """What was known before each step that drafted, and its drafts."""
@@ -75,14 +75,14 @@ def test_drafts_are_what_the_draft_model_writes_itself(
 ) -> None:
     """From the prompt's entries, which come with the hand-over, behind accepted and rejected drafts
     and behind steps that drafted nothing."""
-    told = drafts_of(loaded_with(main, small), prompt(length), num_drafts, num_idle)
+    told = chain_drafts(loaded_with(main, small), prompt(length), num_drafts, num_idle)
     assert len(told) > 10
     for known, drafts in told:
         assert drafts == tiny.reference_greedy(small, known, num_drafts)
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(main: Path) -> None:
-    [*told] = drafts_of(loaded_with(main, main), prompt(12), 3, 0)
+    [*told] = chain_drafts(loaded_with(main, main), prompt(12), 3, 0)
     lengths = [len(known) for known, _ in told]
     assert all(b - a == 4 for a, b in zip(lengths, lengths[1:], strict=False))
 
@@ -100,7 +100,7 @@ def test_a_tree_has_room_for_all_that_drafting_it_writes(
         return physical_slots(table_BP, slots_BQ, *rest)
 
     monkeypatch.setattr(mtp_tree, "physical_slots", noted)
-    drafts_of(loaded, prompt(9), 4, 0, page_size=1)
+    chain_drafts(loaded, prompt(9), 4, 0, page_size=1)
     assert len(spared) > 10 and min(spared) == 0
 
 
@@ -152,7 +152,7 @@ def test_one_that_is_too_narrow_for_kernels_takes_plain_ones(main: Path, tmp_pat
     )
     with pytest.raises(ValueError, match=wrong):
         loaded_with(main, narrow)
-    told = drafts_of(loaded_with(main, narrow, "model.kernels=torch"), prompt(9), 3, 0)
+    told = chain_drafts(loaded_with(main, narrow, "model.kernels=torch"), prompt(9), 3, 0)
     assert all(drafts == tiny.reference_greedy(narrow, known, 3) for known, drafts in told)
 
 

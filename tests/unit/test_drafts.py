@@ -12,17 +12,17 @@ from torch import Tensor
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
-from tandem.core.levels import Level, Levels, chains
+from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
 from tandem.core.request import Request
 from tandem.decode_node.planning.step_plan import StepKey
-from tandem.decode_node.program.step import Shape, decode_step, draft
-from tandem.model.drafters.base import Drafts, Own, View
+from tandem.decode_node.program.step import StepShape, decode_step, draft
+from tandem.model.drafters.base import DraftContext, DrafterState, Drafts
 from tandem.model.drafters.none import NoDrafter
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Batch, Segment, pack
+from tandem.model.network.batch import Batch, Segment, pack_segments
 from tandem.model.network.cache import MAIN, MTP, Caches
 
-CHAINS = [Shape(level, None) for level in chains(3)]
+CHAINS = [StepShape(draft_shape, None) for draft_shape in chain_shapes(3)]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def prompt(length: int, seed: int = 3) -> list[int]:
 def fresh_rows(ids: list[int], page_size: int, position_offset: int) -> tuple[Batch, int]:
     num_pages = -(-len(ids) // page_size)
     segment = Segment(ids, 0, list(range(1, num_pages + 1)))
-    batch = pack([segment], page_size, torch.device("cpu"))
+    batch = pack_segments([segment], page_size, torch.device("cpu"))
     return replace(batch, positions_BQ=batch.positions_BQ + position_offset), num_pages + 1
 
 
@@ -48,11 +48,11 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
     """Whole history, no cache kept: main model over all but the last token, then the MTP layer
     over (token i+1, hidden i), then its own output row by row."""
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
-    [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+    [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
     ids, drafts = tokens[1:], []
     for _ in range(num_drafts):
         batch, num_pages = fresh_rows(ids, 8, 1)
-        output = loaded.drafter.forward(batch, hidden, loaded.allocate(num_pages + 4, 8))
+        output = loaded.drafter.forward(batch, hidden, loaded.allocate_caches(num_pages + 4, 8))
         drafts.append(int(loaded.network.logits(output[-1:]).argmax()))
         ids, hidden = [*ids, drafts[-1]], torch.cat((hidden, output[-1:]))
     return drafts
@@ -61,7 +61,7 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
 class Spy:
     """The real drafter, with its proposals kept."""
 
-    is_fed = True
+    runs_on_host = True
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
@@ -70,8 +70,15 @@ class Spy:
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
-    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        told = own, view, level, amount, caches
+    def draft(
+        self,
+        state: DrafterState,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        told = state, context, draft_shape, catch_up_width, caches
         drafts = self.inner.draft(*told)  # type: ignore[attr-defined]
         self.drafts.append(drafts.tokens_BN.tolist())
         return drafts
@@ -105,11 +112,18 @@ class Scripted(NoDrafter):
         self._pattern = torch.tensor(pattern)
         self.num_steps = torch.tensor([0])
 
-    def levels(self, most_depth: int) -> Levels:
-        return chains(most_depth)
+    def draft_shapes(self, max_depth: int) -> DraftShapes:
+        return chain_shapes(max_depth)
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        places_N, done_1 = torch.arange(level.depth), view.num_known_B - self.num_prompt
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        places_N, done_1 = torch.arange(draft_shape.depth), context.num_known_B - self.num_prompt
         right_1N = self._answer_T[done_1.unsqueeze(1) + places_N]
         num_right_1 = self._pattern[self.num_steps % len(self._pattern)]
         self.num_steps += 1
@@ -167,7 +181,7 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
     pages = bench.sequence("r").pages
     before = slots_of(bench, pages, 12)
     state = bench.decode._launcher.rows.select(torch.tensor([0]), 3)
-    state.state.drafter.first_B[:] = False
+    state.state.drafter.is_first_unknown_B[:] = False
     with torch.inference_mode():
         decode_step(loaded, bench.caches, state, StepKey(1, 1, 2), CHAINS[1])
     after = slots_of(bench, pages, 12)

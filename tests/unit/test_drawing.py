@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tandem.core.request import SamplingParams
-from tandem.model.kernels.base import PLAIN
+from tandem.model.kernels.base import TORCH_KERNELS
 from tandem.model.sampling.adjust import no_rules
 from tandem.model.sampling.sampler import SamplingRows
 from tests.kernels import IS_INTERPRETED, gpu_only, native_only, often_interpreted, ours
@@ -36,7 +36,10 @@ def test_drawing(
     settings, logits = to_draw(num_tokens, spread, step)
     rows = SamplingRows.of(settings, torch.device("cpu"))
     indices = torch.arange(len(settings)).unsqueeze(1) * 3 + torch.tensor([0, 200_000])
-    got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
+    got, wanted = (
+        ours().sample_tokens(logits, rows, indices),
+        TORCH_KERNELS.sample_tokens(logits, rows, indices),
+    )
     assert got.tolist() == wanted.tolist()
 
 
@@ -70,10 +73,13 @@ def test_many_draws_are_those_of_torch() -> None:
         rows = SamplingRows.of(settings, torch.device("cpu"))
         wide = 2 * normal(num_rows, 4, num_tokens + 3, seed=num_tokens)
         logits, indices = wide[..., 3:], torch.arange(4) + torch.zeros(num_rows, 1).long()
-        got, wanted = ours().drawn(logits, rows, indices), PLAIN.drawn(logits, rows, indices)
+        got, wanted = (
+            ours().sample_tokens(logits, rows, indices),
+            TORCH_KERNELS.sample_tokens(logits, rows, indices),
+        )
         assert torch.equal(got, wanted)
         assert torch.equal(
-            ours().drawn(logits[2:3, 1:2], one(rows, 2), indices[2:3, 1:2]), got[2:3, 1:2]
+            ours().sample_tokens(logits[2:3, 1:2], one(rows, 2), indices[2:3, 1:2]), got[2:3, 1:2]
         )
 
 
@@ -92,7 +98,7 @@ def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) ->
         settings, logits = to_draw(num_tokens, spread, 0.0)
         sampled = SamplingRows.of(settings[2:], torch.device("cpu"))
         left = ours().filtered_log_probs(logits[2:], sampled)
-        told = PLAIN.filtered_log_probs(logits[2:], sampled)
+        told = TORCH_KERNELS.filtered_log_probs(logits[2:], sampled)
         check_log_probs(left, told)
 
 
@@ -118,7 +124,7 @@ def test_equals_lie_on_an_edge_that_is_in_several_splits(
     asked = (num_tokens // 2 + 1, 1.0), (0, 0.47), (num_tokens - 2, 0.62), (num_tokens - 1, 0.999)
     settings = [SamplingParams(temperature=1.0, top_k=k, top_p=p, seed=1) for k, p in asked]
     rows = SamplingRows.of(settings, torch.device("cpu"))
-    left, told = (one.filtered_log_probs(logits, rows) for one in (ours(), PLAIN))
+    left, told = (one.filtered_log_probs(logits, rows) for one in (ours(), TORCH_KERNELS))
     check_log_probs(left, told)
 
 
@@ -132,9 +138,9 @@ def test_the_largest_is_a_number_if_there_is_one(monkeypatch: pytest.MonkeyPatch
     logits[0, 0, [9, 17]], logits[0, 1, 3:], logits[0, 2], logits[0, 3] = 2.0, nan, low, nan
     logits[1, 0, :9], logits[1, 1], logits[1, 1, 19], logits[1, 2, 0] = nan, nan, low, -0.0
     logits[1, 3] = torch.arange(20)
-    assert sample.largest(logits).tolist() == [[9, 0, 0, 0], [9, 19, 0, 19]]
-    assert sample.largest(logits[1]).tolist() == [9, 19, 0, 19]
-    assert sample.largest(torch.zeros(3, 1)).tolist() == [0, 0, 0]
+    assert sample.argmax_tokens(logits).tolist() == [[9, 0, 0, 0], [9, 19, 0, 19]]
+    assert sample.argmax_tokens(logits[1]).tolist() == [9, 19, 0, 19]
+    assert sample.argmax_tokens(torch.zeros(3, 1)).tolist() == [0, 0, 0]
 
 
 @native_only
@@ -143,7 +149,9 @@ def test_drawing_from_nothing_ends() -> None:
     rows = SamplingRows.of(settings, torch.device("cpu"))
     for nothing in (torch.nan, -torch.inf):
         logits, indices = torch.full((2, 1, 40), nothing), torch.zeros(2, 1, dtype=torch.int64)
-        assert ((got := ours().drawn(logits, rows, indices)) >= 0).all() and (got < 40).all()
+        assert ((got := ours().sample_tokens(logits, rows, indices)) >= 0).all() and (
+            got < 40
+        ).all()
         assert ours().filtered_log_probs(logits, rows).shape == logits.shape
 
 
@@ -168,5 +176,5 @@ def test_rules_give_the_bits_of_torchs(num_tokens: int, num_drafts: int) -> None
     drafts = torch.randint(0, num_tokens, (3, num_drafts), generator=made)
     for seen in ((), (torch.rand(3, num_drafts, generator=made) < 0.5,)):
         given = logits, drawn, num_output, drafts, *seen
-        assert torch.equal(ours().adjust(*given), PLAIN.adjust(*given))
+        assert torch.equal(ours().adjust(*given), TORCH_KERNELS.adjust(*given))
     assert torch.equal(ours().adjust(logits, rules, num_output, drafts), logits)

@@ -16,11 +16,11 @@ from tandem.core.config import load as load_config
 from tandem.core.errors import LayoutMismatch
 from tandem.core.info import DECODE, PREFILL
 from tandem.core.membership import RankSpec
-from tandem.kv_transfer.layout import check_given
+from tandem.kv_transfer.layout import check_compatible
 from tandem.kv_transfer.pages import PagePool
 from tandem.model.drafters.eagle import EAGLE, EagleDrafter
 from tandem.model.loaded import LoadedModel, load_model
-from tandem.model.network.batch import Batch, Segment, pack, physical_slots
+from tandem.model.network.batch import Batch, Segment, pack_segments, physical_slots
 from tandem.runtime.engine_loop import EngineLoop
 from tandem.runtime.parts import RankParts
 from tests.eagle_tables import NUM_ROWS, NUM_STEPS
@@ -76,7 +76,7 @@ def run(drafter: Any, batch: Batch, features: Tensor, caches: Any) -> Tensor:
 def test_eagle_1_is_eagle_llm(main: Path, tmp_path: Path, file: str) -> None:
     loaded, wanted = load_with(main, write_head(tmp_path, "eagle1", file), "eagle1"), told("eagle1")
     assert loaded.drafter.taps == () and loaded.drafter.num_features == 48
-    caches, [ids] = loaded.allocate(6, PAGE_SIZE), wanted["ids"]
+    caches, [ids] = loaded.allocate_caches(6, PAGE_SIZE), wanted["ids"]
     got = run(loaded.drafter, rows(ids[1 : NUM_ROWS + 1], 0), wanted["features"][0], caches)
     check(got, wanted["first"][0])
     later = rows(ids[NUM_ROWS + 1 : NUM_ROWS + 2], NUM_ROWS)
@@ -91,7 +91,7 @@ def test_eagle_3_is_specforge(main: Path, tmp_path: Path) -> None:
     d2t = head_tensors("eagle3")["d2t"]
     known = d2t + torch.arange(len(d2t))
     for i in range(NUM_ROWS):
-        caches = loaded.allocate(6, PAGE_SIZE)
+        caches = loaded.allocate_caches(6, PAGE_SIZE)
         first = rows(ids[1 : i + 2], 0)
         hidden = run(drafter, first, wanted["features"][0, : i + 1], caches)[-1:]
         for step in range(NUM_STEPS):
@@ -124,7 +124,7 @@ def test_speculators_say_the_same_in_other_words(main: Path, tmp_path: Path) -> 
     made = []
     for loaded in (plain, other):
         [ids] = wanted["ids"]
-        caches = loaded.allocate(6, PAGE_SIZE)
+        caches = loaded.allocate_caches(6, PAGE_SIZE)
         made.append(run(loaded.drafter, rows(ids[1:10], 0), wanted["features"][0], caches))
     assert torch.equal(*made)
 
@@ -142,7 +142,9 @@ def test_features_are_what_enters_the_layers_that_a_config_names(
         assert loaded.drafter.taps == taps
         batch, num_pages = fresh_rows(ids, 8, 0)
         with torch.inference_mode():
-            hidden, features = loaded.network.tapped(batch, loaded.allocate(num_pages, 8), taps)
+            hidden, features = loaded.network.forward_with_taps(
+                batch, loaded.allocate_caches(num_pages, 8), taps
+            )
         wanted = torch.cat([states[tap][0] for tap in taps], -1)
         for got, exact in ((features[0], wanted), (hidden[0], states[-1][0])):
             bound = network_rounding(NUM_LAYERS, 48, float(exact.abs().max()), growth=6)
@@ -174,9 +176,11 @@ def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> lis
     drafter = loaded.drafter
     assert isinstance(drafter, EagleDrafter)
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
-    _, [features] = loaded.network.tapped(batch, loaded.allocate(num_pages + 4, 8), drafter.taps)
+    _, [features] = loaded.network.forward_with_taps(
+        batch, loaded.allocate_caches(num_pages + 4, 8), drafter.taps
+    )
     text, drafts = list(tokens), []
-    caches = loaded.allocate(40, PAGE_SIZE)
+    caches = loaded.allocate_caches(40, PAGE_SIZE)
     slots = torch.arange(len(text) - 1).unsqueeze(0)
     table = torch.arange(1, 40).unsqueeze(0)
     for i in range(num_drafts):
@@ -237,11 +241,11 @@ def test_a_rank_that_prefills_reads_what_entries_need(main: Path, tmp_path: Path
     assert part.drafter._head.lm_head is None  # type: ignore[attr-defined]
     for loaded in (whole, part):
         caches, batch = (
-            loaded.allocate(6, 8),
-            pack([Segment(prompt(13), 0, [1, 2])], 8, torch.device("cpu")),
+            loaded.allocate_caches(6, 8),
+            pack_segments([Segment(prompt(13), 0, [1, 2])], 8, torch.device("cpu")),
         )
         with torch.inference_mode():
-            _, features = loaded.network.tapped(batch, caches, loaded.drafter.taps)
+            _, features = loaded.network.forward_with_taps(batch, caches, loaded.drafter.taps)
             loaded.drafter.prefill(batch, torch.tensor([[7]]), features, caches)
         found.append(caches[EAGLE][0][1:3])
     assert torch.equal(*found) and (found[0].flatten(0, 1)[:13] != 0).all()
@@ -400,7 +404,7 @@ def test_a_key_of_a_head_can_be_ignored_and_one_that_is_read_is_read(
     ignored = "model.ignore_config_keys=[logit_scale, head_dim]"
     loaded = load_with(main, head, "eagle3", ignored)
     assert isinstance(loaded.drafter, EagleDrafter)
-    assert loaded.drafter._head.config.said.head_dim == 16
+    assert loaded.drafter._head.config.raw_config.head_dim == 16
 
 
 def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
@@ -442,8 +446,10 @@ def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
 def facts(loaded: LoadedModel) -> tuple[str, ...]:
     """What a rank says of its caches."""
     spec, config, pool = RankSpec("p", PREFILL, 1), TandemConfig(), PagePool(4, PAGE_SIZE)
-    parts = RankParts(spec, config, loaded, pool, loaded.allocate(4, PAGE_SIZE), EngineLoop("none"))
-    return parts.transfer_caches().layout.facts()
+    parts = RankParts(
+        spec, config, loaded, pool, loaded.allocate_caches(4, PAGE_SIZE), EngineLoop("none")
+    )
+    return parts.transfer_caches().layout.compatibility_facts()
 
 
 def test_files_that_differ_between_prefill_and_decode_are_refused(
@@ -457,14 +463,14 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
     mine, alike, *theirs = (
         facts(load_with(main, one, "eagle3")) for one in (head, same, other, turned)
     )
-    check_given(mine, alike)
+    check_compatible(mine, alike)
     for one in theirs:
         text = r"wants by: eagle3 \w{16}; prefill has by: eagle3 \w"
         with pytest.raises(LayoutMismatch, match=text):
-            check_given(mine, one)
+            check_compatible(mine, one)
     with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
-        check_given(facts(load(main)), mine)
-    check_given(mine, facts(load(main, "speculation.drafter=none")))
+        check_compatible(facts(load(main)), mine)
+    check_compatible(mine, facts(load(main, "speculation.drafter=none")))
 
 
 def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ from tests.eagles import head_rounding, head_tensors, told
 from tests.numerics import NUM_LANES, assert_near, network_rounding, rounding
 from tests.often import often
 from training.eagle import (
-    SAY_WEIGHT,
+    TOKEN_WEIGHT,
     agreement,
     feature_loss,
     head_losses,
     read,
     save,
-    say_loss,
     taps,
+    token_loss,
     top_loss,
 )
 from training.eagle_network import Head, HeadConfig
@@ -85,12 +85,12 @@ def test_losses_are_the_authors_own() -> None:
     said, truth, t2d = table["said"], table["truth"], table["t2d"]
     mask = t2d[truth.argmax(-1)]
     assert 0 < int(mask.sum()) < mask.numel(), "some places are masked"
-    got = say_loss(said, truth[..., t2d].softmax(-1), mask)
+    got = token_loss(said, truth[..., t2d].softmax(-1), mask)
     check_loss(got, table["eagle3"], truth.numel())
     made, wanted, head = table["made"], table["wanted"], table["head"]
     check_loss(feature_loss(made, wanted), table["vloss"], made.numel())
-    say = say_loss(made @ head.T, (wanted @ head.T).softmax(-1))
-    got = feature_loss(made, wanted) + SAY_WEIGHT * say
+    say = token_loss(made @ head.T, (wanted @ head.T).softmax(-1))
+    got = feature_loss(made, wanted) + TOKEN_WEIGHT * say
     check_loss(got, table["loss"], made.numel())
 
 

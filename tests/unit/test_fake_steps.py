@@ -26,8 +26,8 @@ from benchmarks.gpu.launches import Noted, noted  # noqa: E402
 from benchmarks.harness.engines import Bench, load  # noqa: E402
 from tandem.core.config import TINY_MODEL  # noqa: E402
 from tandem.core.request import ACCEPTANCES  # noqa: E402
-from tandem.decode_node.planning.forms import usual_keys  # noqa: E402
-from tandem.decode_node.planning.step_plan import PLAIN, Extras, StepKey  # noqa: E402
+from tandem.decode_node.planning.program_table import common_step_keys  # noqa: E402
+from tandem.decode_node.planning.step_plan import GREEDY_TRAITS, SamplingTraits, StepKey  # noqa: E402
 from tandem.model.loaded import LoadedModel  # noqa: E402
 from tests.conformance import DRAFTERS, bench_of  # noqa: E402
 from tests.often import often  # noqa: E402
@@ -35,7 +35,9 @@ from tests.often import often  # noqa: E402
 ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
 """But for classes of one's own, which are Python between two steps."""
 OFTEN = "mtp tree", "eagle3 tree", "ngram+mtp"
-EVERYTHING = Extras(all_greedy=False, has_rules=True, kinds=tuple(sorted(ACCEPTANCES)))
+EVERYTHING = SamplingTraits(
+    all_greedy=False, has_logit_rules=True, rule_names=tuple(sorted(ACCEPTANCES))
+)
 
 
 @pytest.fixture
@@ -50,22 +52,24 @@ def loaded_with(name: str) -> LoadedModel:
 def keys_of(loaded: LoadedModel, bench: Bench) -> list[StepKey]:
     """Greedy steps without drafts (which are the same for all drafters) and with most, and most
     with all that rows may ask for."""
-    catch_up, levels = loaded.drafter.catch_up(bench.num_drafts), loaded.drafter.levels
-    usual = usual_keys((3,), levels(bench.num_drafts), catch_up)
-    greedy = [key for key in usual if key.extras == PLAIN]
-    highest = max(key.level for key in greedy)
+    catch_up, levels = loaded.drafter.catch_up(bench.num_drafts), loaded.drafter.draft_shapes
+    usual = common_step_keys((3,), levels(bench.num_drafts), catch_up)
+    greedy = [key for key in usual if key.traits == GREEDY_TRAITS]
+    highest = max(key.shape_index for key in greedy)
     ends = (0, highest) if loaded.drafter.name == "mtp" else (highest,)
-    largest = max(greedy, key=lambda key: (key.level, key.catch_up))
-    return [key for key in greedy if key.level in ends] + [replace(largest, extras=EVERYTHING)]
+    largest = max(greedy, key=lambda key: (key.shape_index, key.catch_up))
+    return [key for key in greedy if key.shape_index in ends] + [
+        replace(largest, traits=EVERYTHING)
+    ]
 
 
 def computed(loaded: LoadedModel, name: str) -> int:
     """How many launches all programs have; their steps are of rows that are nobody's."""
     bench, num = bench_of(loaded, name), 0
     rows, programs = bench.decode._launcher.rows, bench.decode.programs
-    rows.hold_rules()
+    rows.allocate_logit_rules()
     for key in keys_of(loaded, bench):
-        index = rows.index([], key.num_rows, is_trial=True)
+        index = rows.row_indices([], key.num_rows, is_profile=True)
         values = FakeTensorMode(allow_non_fake_inputs=True)
         with torch.inference_mode(), values, noted(loaded.kernels) as found:  # type: ignore[arg-type]
             programs._compute(key, None, *index)

@@ -54,7 +54,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_family_members_match_transformers(tmp_path: Path, name: str) -> None:
-    tiny.write_tiny(tmp_path, seed=8, num_mtp=0, **VARIANTS[name])
+    tiny.write_tiny(tmp_path, seed=8, num_mtp_layers=0, **VARIANTS[name])
     ids = [5, 17, 33, 80, 41, 22, 9]
     expected = tiny.reference_greedy(tmp_path, ids, 16)
     if name == "kimi_k2":

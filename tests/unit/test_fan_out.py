@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from tandem.cluster.gateway.answer import Answer
-from tandem.cluster.gateway.fan_out import Streams
+from tandem.cluster.gateway.fan_out import AnswerGroup
 from tandem.core.answer import Finished, Piece
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import ModelInfo
@@ -22,13 +22,13 @@ def answer(index: int, output_ids: tuple[int, ...]) -> Answer:
     return Answer(request, TextStream(TOKENIZER), MODEL, index)
 
 
-async def never(asked: Answer, tell: Callable[[Piece], None]) -> None:
+async def never(asked: Answer, emit: Callable[[Piece], None]) -> None:
     if not asked.is_finished:
         await for_ever()
 
 
 async def test_an_abort_at_once_ends_each_answer_once() -> None:
-    streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
+    streams = AnswerGroup([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
     streams.abort()
     async with asyncio.timeout(PATIENCE_S):
         pieces = [piece async for piece in streams.pieces()]
@@ -37,7 +37,7 @@ async def test_an_abort_at_once_ends_each_answer_once() -> None:
 
 
 async def test_an_abort_after_a_finished_one_was_told_tells_it_no_more() -> None:
-    streams = Streams([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
+    streams = AnswerGroup([answer(0, (7, EOS_ID)), answer(1, (7,))], never)
     pieces = streams.pieces()
     async with asyncio.timeout(PATIENCE_S):
         first = await anext(pieces)

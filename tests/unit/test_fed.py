@@ -11,9 +11,9 @@ from torch import Tensor
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 from tandem.core.request import REJECTION, REJECTION_GREEDY, Request, Speculation
-from tandem.model.drafters.base import Drafts, View
+from tandem.model.drafters.base import DraftContext, Drafts
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import Caches
@@ -45,7 +45,7 @@ def test_mtp_gives_the_same_bits_within_the_program_and_before_it(
     assert told == fed_told and bench.decode.num_steps == fed_bench.decode.num_steps
     assert all(map(torch.equal, caches, fed_caches))
     played = [
-        [one.operators for _, one in each.decode.programs.kept.values()]
+        [one.operators for _, one in each.decode.programs.functions.values()]
         for each in (bench, fed_bench)
     ]
     assert max(map(len, played[1])) < max(map(len, played[0])), "its program has no drafter in it"
@@ -67,22 +67,29 @@ def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, overlap: boo
     bench = Bench(replace(loaded, drafter=drafter), num_drafts=2, max_rows=6, overlap=overlap)
     assert bench.generate(*asked) == expected
     bench.check_empty()
-    assert bench.decode.programs._feeder.num_lost == 1 and drafter.num_calls > 8
-    assert bench.decode.programs.form.endswith(", 1 steps without drafts")
+    assert bench.decode.programs._host_drafts.num_draftless_steps == 1 and drafter.num_calls > 8
+    assert bench.decode.programs.exec_mode_status.endswith(", 1 steps without drafts")
 
 
 class Wrong(Again):
     """What somebody may give by mistake, in every step with a real row."""
 
-    name, is_fed = "wrong", True
+    name, runs_on_host = "wrong", True
 
     def __init__(self, wrong: Callable[[Tensor, int], Drafts]) -> None:
         self.wrong = wrong
 
-    def draft(self, own: None, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        if view.real_B.any():
-            return self.wrong(view.last_B1, level.depth)
-        return super().draft(own, view, level, amount, caches)
+    def draft(
+        self,
+        state: None,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        if context.real_B.any():
+            return self.wrong(context.last_B1, draft_shape.depth)
+        return super().draft(state, context, draft_shape, catch_up_width, caches)
 
 
 def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
@@ -107,7 +114,7 @@ def test_what_is_no_draft_costs_drafts_only(
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
-    assert given == expected and bench.decode.programs._feeder.num_lost == 8
+    assert given == expected and bench.decode.programs._host_drafts.num_draftless_steps == 8
     assert told in caplog.text and caplog.text.count("without drafts") == 4
 
 
@@ -129,7 +136,7 @@ def test_ids_that_are_no_tokens_are_drafts_that_fail(
 
     given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
     assert given[:2] == expected and len(given[2][0]) == 9
-    assert bench.decode.programs._feeder.num_lost == 0
+    assert bench.decode.programs._host_drafts.num_draftless_steps == 0
 
 
 def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:
@@ -153,13 +160,15 @@ def test_a_drafter_that_knows_no_distribution_is_a_point_mass(loaded: LoadedMode
 
 def _fed_again() -> Again:
     drafter = Again()
-    drafter.is_fed = True  # type: ignore[misc]
+    drafter.runs_on_host = True  # type: ignore[misc]
     return drafter
 
 
 def test_a_class_of_ones_own_drafts(folder: Path) -> None:
     loaded = load(folder, "speculation.drafter=tests.drafters:Again")
-    assert loaded.drafter.name == "again" and [group.name for group in loaded.groups] == ["main"]
+    assert loaded.drafter.name == "again" and [group.name for group in loaded.cache_groups] == [
+        "main"
+    ]
     asked = [greedy("r", [5, 6, 7], 20, ignore_eos=True)]
     assert answers(loaded, 3, asked)[0] == answers(loaded, 0, asked)[0]
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness.blocks import dense, random_blocks
-from tandem.model.kernels.base import BLOCK, Blocks, Kernels
+from tandem.model.kernels.base import BLOCK, Fp8BlockWeight, Kernels
 from tests.kernels import IS_INTERPRETED, TYPES
 from tests.numerics import UNIT, assert_near
 
@@ -18,12 +18,12 @@ if not IS_INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 is not set", allow_module_level=True)
 
 from tandem.model.kernels.gpu import tiles  # noqa: E402
-from tandem.model.kernels.gpu.fp8 import quantised  # noqa: E402
-from tandem.model.kernels.gpu.kernels import Triton  # noqa: E402
+from tandem.model.kernels.gpu.fp8 import quantise  # noqa: E402
+from tandem.model.kernels.gpu.kernels import TritonKernels  # noqa: E402
 
 WRONG = {torch.float32: 2e-5, torch.float16: 2e-3}
 NUM_SLOTS, DIM, WIDTH = 3, 200, 160
-AS_THEY_ARE, QUANTISED = Triton(8), Triton(8, quantises=True)
+AS_THEY_ARE, QUANTISED = TritonKernels(8), TritonKernels(8, quantises=True)
 
 
 def drawn(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -38,7 +38,7 @@ def check(got: Tensor, wanted: Tensor, most: float) -> None:
     assert errors.max() < most, errors
 
 
-def blocks(num_parts: int, rows: int, columns: int, num_slots: int = NUM_SLOTS) -> Blocks:
+def blocks(num_parts: int, rows: int, columns: int, num_slots: int = NUM_SLOTS) -> Fp8BlockWeight:
     return random_blocks(num_slots, num_parts, rows, columns, torch.Generator().manual_seed(1))
 
 
@@ -46,12 +46,14 @@ def read(x_NK: Tensor, kernels: Kernels) -> Tensor:
     """In fp64, as they multiply it."""
     if kernels is AS_THEY_ARE:
         return x_NK.double()
-    values, scales = quantised(x_NK, by_powers=False)
+    values, scales = quantise(x_NK, power_of_2_scales=False)
     scales_NK = scales.repeat_interleave(BLOCK, 1)[:, : x_NK.shape[1]]
     return values.double() * scales_NK
 
 
-def mlp(x_ND: Tensor, w1: Blocks, w2: Blocks, slot: int, kernels: Kernels) -> Tensor:
+def mlp(
+    x_ND: Tensor, w1: Fp8BlockWeight, w2: Fp8BlockWeight, slot: int, kernels: Kernels
+) -> Tensor:
     up, down = dense(w1, 2, slot), dense(w2, 1, slot)
     gate, up = (read(x_ND, kernels) @ up.T).chunk(2, -1)
     return read((F.silu(gate) * up).to(x_ND.dtype), kernels) @ down.T
@@ -65,17 +67,17 @@ def most_wrong(kernels: Kernels, dtype: torch.dtype) -> float:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("by_powers", [False, True])
+@pytest.mark.parametrize("power_of_2_scales", [False, True])
 def test_rows_are_quantised_by_the_largest_of_each_group(
-    by_powers: bool, dtype: torch.dtype
+    power_of_2_scales: bool, dtype: torch.dtype
 ) -> None:
     x = drawn(9, 2 * BLOCK + 30, dtype) * torch.logspace(-3, 2, 9)[:, None].to(dtype)
     x[3] = 0
     apart = torch.cat((x, x), 1)[:, : x.shape[1]]
-    values, scales = quantised(apart, by_powers)
+    values, scales = quantise(apart, power_of_2_scales)
     filled = F.pad(x.float(), (0, BLOCK - 30)).unflatten(1, (-1, BLOCK))
     wanted = filled.abs().amax(-1).clamp(min=1e-4) / 448
-    if by_powers:
+    if power_of_2_scales:
         wanted = wanted.log2().ceil().exp2()
     assert_near(scales, wanted, 2 * UNIT[torch.float32] * wanted)
     scales = scales.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
@@ -111,13 +113,13 @@ def cases(often: set[tuple[int, Kernels, torch.dtype]], *sizes: int) -> list[Any
 def test_dense_products(num_rows: int, kernels: Kernels, dtype: torch.dtype) -> None:
     w, x = blocks(1, WIDTH, DIM, 1), drawn(num_rows, DIM, dtype)
     wanted = read(x, kernels) @ dense(w, 1, 0).T
-    one = kernels.pack(Blocks(w.values[0], w.scales[0]))
+    one = kernels.pack(Fp8BlockWeight(w.values[0], w.scales[0]))
     check(kernels.linear(x, one, WIDTH), wanted, WRONG[dtype])
     in_fp32 = kernels.linear(x, one, WIDTH, in_fp32=True)
     assert in_fp32.dtype == torch.float32
     check(in_fp32, wanted, WRONG[torch.float32])
     w1, w2 = blocks(2, WIDTH, DIM, 1), blocks(1, DIM, WIDTH, 1)
-    got = kernels.experts(x, None, None, *kernels.pack_experts(w1, w2))
+    got = kernels.fused_experts(x, None, None, *kernels.pack_experts(w1, w2))
     check(got, mlp(x, w1, w2, 0, kernels), most_wrong(kernels, dtype))
 
 
@@ -129,7 +131,7 @@ def test_sums_in_parts(
     """Of a long width where outputs are few; the last part is shorter."""
     monkeypatch.setattr(tiles, "SHORTEST_PART", BLOCK)
     w, x = blocks(1, 40, width, 1), drawn(num_rows, width, torch.float16)
-    one = Blocks(w.values[0], w.scales[0])
+    one = Fp8BlockWeight(w.values[0], w.scales[0])
     got = kernels.linear(x, one, 40)
     check(got, read(x, kernels) @ dense(w, 1, 0).T, WRONG[torch.float16])
     assert torch.equal(kernels.linear(x, one, 40), got)
@@ -154,12 +156,12 @@ def test_experts(per_token: int, kernels: Kernels, dtype: torch.dtype) -> None:
     slots_P = of[torch.arange(per_token * num_tokens) % len(of)]
     tokens_P = torch.arange(len(slots_P)) // per_token
     most = most_wrong(kernels, dtype)
-    got = kernels.experts(x, None, slots_P, *packed)
+    got = kernels.fused_experts(x, None, slots_P, *packed)
     for slot in (0, 2, 3):
         mine = slots_P == slot
         check(got[mine], mlp(x[tokens_P[mine]], w1, w2, slot, kernels), most)
     turned = tokens_P.flip(0)
-    got = kernels.experts(x, turned, slots_P, *packed)
+    got = kernels.fused_experts(x, turned, slots_P, *packed)
     mine = slots_P == 2
     check(got[mine], mlp(x[turned[mine]], w1, w2, 2, kernels), most)
-    assert kernels.experts(x[:0], None, slots_P[:0], *packed).shape == (0, DIM)
+    assert kernels.fused_experts(x[:0], None, slots_P[:0], *packed).shape == (0, DIM)

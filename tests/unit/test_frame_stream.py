@@ -9,15 +9,15 @@ from unittest.mock import Mock
 
 import pytest
 
-from tandem.cluster.gateway.frame_reader import listen
-from tandem.cluster.gateway.handles import Handle
-from tandem.core.beat import Beat, Held
+from tandem.cluster.gateway.frame_reader import follow_rank
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.core.errors import RankLost
+from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.identity import Identity
-from tandem.core.pace import Pace
+from tandem.core.progress import EngineProgress
 from tandem.core.request import ERROR, TokenFrame
 from tandem.core.schema import pack
-from tandem.core.tasks import Tasks, cancelled
+from tandem.core.tasks import Tasks, cancel_and_wait
 from tandem.net import framing, listener
 from tandem.runtime import frames as frame_stream
 from tandem.runtime.frames import Frame, FrameServer, FrameStream, connect
@@ -35,7 +35,7 @@ class Board:
         self.readers[session] = reader
         return lambda: self.readers.pop(session)  # type: ignore[return-value]
 
-    def beat(self, session: int) -> None:
+    def on_heartbeat(self, session: int) -> None:
         self.readers[session](b"beat of %d" % session)
 
     def publish(self, frame: Frame) -> None:
@@ -79,7 +79,7 @@ async def test_a_heartbeat_is_answered_in_order_and_to_its_session_alone() -> No
     async with served() as (board, server):
         one, other = [await connect("d", await server.listen(), session) for session in (2**53, 5)]
         board.publish(b"before")
-        one.beat()
+        one.send_heartbeat()
         frames, others = one.frames(), other.frames()
         assert [await anext(frames) for _ in range(2)] == [b"before", b"beat of %d" % 2**53]
         board.publish(b"after")
@@ -117,25 +117,25 @@ async def test_the_end_of_the_engine_is_told() -> None:
 async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> None:
     """What is granted while a beat is on its way cannot be in its answer, and is not lost."""
     early, late = Identity("early"), Identity("late")
-    beat = Beat(Pace(0, 0.0, 60.0), Held(num_active_rows=1), alive=(early,))
+    beat = Heartbeat(EngineProgress(0, 0.0, 60.0), RankLoad(num_active_rows=1), alive=(early,))
     beats = asyncio.Queue[int]()
     async with served() as (board, server):
-        board.beat = beats.put_nowait  # type: ignore[method-assign]
-        handle = Handle(replace(INFO, frames=await server.listen()), Mock(), Tasks())
+        board.on_heartbeat = beats.put_nowait  # type: ignore[method-assign]
+        handle = RankHandle(replace(INFO, frames=await server.listen()), Mock(), Tasks())
         inboxes = {one: handle.inboxes.open(one) for one in (early, late)}
         handle.inboxes.granted[early] = None
-        hearing = asyncio.create_task(listen(handle, 7, 0.01, 60.0, Mock()))
+        hearing = asyncio.create_task(follow_rank(handle, 7, 0.01, 60.0, Mock()))
         await beats.get()
         handle.inboxes.granted[late] = None
         board.publish(pack(TokenFrame((), beat)))
-        await handle.liveness.heard.wait()
+        await handle.liveness.answering.wait()
         assert inboxes[late].empty(), "lost before anybody could tell of it"
         while inboxes[late].empty():
             await beats.get()
             board.publish(pack(TokenFrame((), beat)))
             await asyncio.sleep(0)
         assert inboxes[late].get_nowait().finish_reason == ERROR and inboxes[early].empty()
-        await cancelled(hearing)
+        await cancel_and_wait(hearing)
         await board.unread()
 
 
@@ -200,7 +200,7 @@ async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     """Also while they may still greet."""
     monkeypatch.setattr(framing, "GREETING_S", 10 * PATIENCE_S)
     async with served() as (board, server):
-        address, silent = await server.listen(), framing.MAX_STRANGERS
+        address, silent = await server.listen(), framing.MAX_PENDING_HANDSHAKES
         strangers = [
             await asyncio.open_connection(address.host, address.port) for _ in range(silent + 20)
         ]

@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.net import framing
-from tandem.net.framing import MAX_STRANGERS, Inbox, Strangers, framed, receive
+from tandem.net.framing import (
+    MAX_PENDING_HANDSHAKES,
+    FrameDecoder,
+    PendingHandshakes,
+    encode_frame,
+    iter_frames,
+)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=12), st.lists(st.integers(1, 9), min_size=1))
 def test_frames_are_what_was_sent_however_it_arrives(sent: list[bytes], cuts: list[int]) -> None:
-    inbox, data, got = Inbox(40), b"".join(map(framed, sent)), list[bytes]()
+    decoder, data, got = FrameDecoder(40), b"".join(map(encode_frame, sent)), list[bytes]()
     for cut in itertools.cycle(cuts):
-        got += inbox.feed(data[:cut])
+        got += decoder.feed(data[:cut])
         data = data[cut:]
         if not data:
             break
@@ -24,37 +30,37 @@ def test_frames_are_what_was_sent_however_it_arrives(sent: list[bytes], cuts: li
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=12))
 def test_who_reads_what_is_wanted_reads_nothing_of_the_next_frame(sent: list[bytes]) -> None:
-    inbox, data = Inbox(40), b"".join(map(framed, sent))
+    decoder, data = FrameDecoder(40), b"".join(map(encode_frame, sent))
     for frame in sent:
         got: list[bytes] = []
         while not got:
-            num = inbox.num_wanted
-            got += inbox.feed(data[:num])
+            num = decoder.num_bytes_needed
+            got += decoder.feed(data[:num])
             data = data[num:]
         assert got == [frame]
     assert not data
 
 
 def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
-    assert list(Inbox(4).feed(framed(b"four"))) == [b"four"]
-    frames = Inbox(4).feed(framed(b"four") + framed(b"fives")[:4])
+    assert list(FrameDecoder(4).feed(encode_frame(b"four"))) == [b"four"]
+    frames = FrameDecoder(4).feed(encode_frame(b"four") + encode_frame(b"fives")[:4])
     assert next(frames) == b"four"
     with pytest.raises(ValueError, match="a frame of 5 bytes, 4 are the most"):
         next(frames)
     for length in (b"\xff\xff\xff\xff", b"\x80\x00\x00\x00"):
         with pytest.raises(ValueError):
-            list(Inbox(1 << 30).feed(length))
+            list(FrameDecoder(1 << 30).feed(length))
 
 
 async def test_what_is_received_ends_with_the_connection_also_within_a_frame() -> None:
     reader = asyncio.StreamReader()
-    reader.feed_data(framed(b"whole") + framed(b"")[:-1])
+    reader.feed_data(encode_frame(b"whole") + encode_frame(b"")[:-1])
     reader.feed_eof()
-    assert [frame async for frame in receive(reader, 5)] == [b"whole"]
+    assert [frame async for frame in iter_frames(reader, 5)] == [b"whole"]
     reader = asyncio.StreamReader()
-    reader.feed_data(framed(b"longer"))
+    reader.feed_data(encode_frame(b"longer"))
     with pytest.raises(ValueError):
-        await anext(receive(reader, 5))
+        await anext(iter_frames(reader, 5))
 
 
 class Gate:
@@ -63,12 +69,12 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
         self.away: list[str] = []
-        self.strangers = Strangers[str](2, self.away.append)
+        self.handshakes = PendingHandshakes[str](2, self.away.append)
         monkeypatch.setattr(framing.time, "monotonic", lambda: self.now)
 
     def greet(self, name: str, greeting: bytes) -> bytes | None:
-        self.strangers.come(name)
-        return self.strangers.hear(name, framed(greeting))
+        self.handshakes.add(name)
+        return self.handshakes.feed(name, encode_frame(greeting))
 
 
 @pytest.fixture
@@ -77,21 +83,21 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 
 def test_who_knows_the_token_is_no_stranger_any_more(gate: Gate) -> None:
-    strangers = gate.strangers
-    strangers.come("a")
-    greeting = framed(strangers.token + b"me")
+    handshakes = gate.handshakes
+    handshakes.add("a")
+    greeting = encode_frame(handshakes.token + b"me")
     for i in range(len(greeting) - 1):
-        assert strangers.hear("a", greeting[i : i + 1]) is None
-    assert len(strangers._waiting) == 1 and strangers.num_wanted("a") == 1
-    assert strangers.hear("a", greeting[-1:]) == b"me"
+        assert handshakes.feed("a", greeting[i : i + 1]) is None
+    assert len(handshakes._waiting) == 1 and handshakes.num_bytes_needed("a") == 1
+    assert handshakes.feed("a", greeting[-1:]) == b"me"
     gate.now += 1000
-    strangers.sweep()
-    assert not len(strangers._waiting) and not gate.away
+    handshakes.sweep()
+    assert not len(handshakes._waiting) and not gate.away
 
 
 def test_each_gate_has_a_token_of_its_own(gate: Gate) -> None:
-    assert len(gate.strangers.token) == 32
-    assert gate.strangers.token != Strangers[str](2, gate.away.append).token
+    assert len(gate.handshakes.token) == 32
+    assert gate.handshakes.token != PendingHandshakes[str](2, gate.away.append).token
 
 
 @pytest.mark.parametrize(
@@ -99,40 +105,40 @@ def test_each_gate_has_a_token_of_its_own(gate: Gate) -> None:
 )
 def test_another_greeting_is_refused(gate: Gate, before: int, after: bytes) -> None:
     """Too short, too long, or of another token."""
-    token = (gate.strangers.token + b"x")[:before] if before else gate.strangers.token
+    token = (gate.handshakes.token + b"x")[:before] if before else gate.handshakes.token
     with pytest.raises((ConnectionError, ValueError)):
         gate.greet("a", token + after)
 
 
 def test_a_token_is_wrong_by_any_of_its_bits(gate: Gate) -> None:
-    for i in range(len(gate.strangers.token)):
-        token = bytearray(gate.strangers.token)
+    for i in range(len(gate.handshakes.token)):
+        token = bytearray(gate.handshakes.token)
         token[i] ^= 1
         with pytest.raises(ConnectionError):
             gate.greet(f"{i}", bytes(token) + b"me")
 
 
 def test_who_hangs_up_or_is_turned_away_is_not_heard(gate: Gate) -> None:
-    gate.strangers.come("a")
+    gate.handshakes.add("a")
     with pytest.raises(ConnectionError):
-        gate.strangers.hear("a", b"")
-    gate.strangers.forget("a")
+        gate.handshakes.feed("a", b"")
+    gate.handshakes.forget("a")
     with pytest.raises(ConnectionError):
-        gate.strangers.hear("a", framed(gate.strangers.token + b"me"))
+        gate.handshakes.feed("a", encode_frame(gate.handshakes.token + b"me"))
 
 
 def test_strangers_are_few_and_the_oldest_go_first(gate: Gate) -> None:
-    names = [f"{i}" for i in range(MAX_STRANGERS + 3)]
+    names = [f"{i}" for i in range(MAX_PENDING_HANDSHAKES + 3)]
     for name in names:
-        gate.strangers.come(name)
-    assert gate.away == names[:3] and len(gate.strangers._waiting) == MAX_STRANGERS
+        gate.handshakes.add(name)
+    assert gate.away == names[:3] and len(gate.handshakes._waiting) == MAX_PENDING_HANDSHAKES
 
 
 def test_strangers_have_little_time_and_bytes_give_them_no_more(gate: Gate) -> None:
-    gate.strangers.come("early")
+    gate.handshakes.add("early")
     gate.now += framing.GREETING_S / 2
-    gate.strangers.come("late")
-    assert gate.strangers.hear("early", b"\x00") is None
+    gate.handshakes.add("late")
+    assert gate.handshakes.feed("early", b"\x00") is None
     gate.now += framing.GREETING_S / 2
-    gate.strangers.sweep()
-    assert gate.away == ["early"] and len(gate.strangers._waiting) == 1
+    gate.handshakes.sweep()
+    assert gate.away == ["early"] and len(gate.handshakes._waiting) == 1

@@ -13,7 +13,7 @@ from benchmarks.harness.blocks import quantise
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.model.checkpoint.files import dequantise
 from tandem.model.kernels.base import BLOCK, Kernels
-from tandem.model.kernels.repeated import Eager, Function, Repeated
+from tandem.model.kernels.replayable import Eager, Function, ReplayableFunction
 from tandem.model.network.cache import MAIN
 from tests.kernels import IS_INTERPRETED
 
@@ -23,14 +23,14 @@ if not IS_INTERPRETED:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from tandem.model.kernels.gpu.kernels import Triton
+    from tandem.model.kernels.gpu.kernels import TritonKernels
 
-    class Here(Triton):
+    class Here(TritonKernels):
         """Without graphs."""
 
-        form, keeps_outputs = "eager", False
+        exec_mode, owns_outputs = "eager", False
 
-        def repeated(self, function: Function) -> Repeated:
+        def make_replayable(self, function: Function) -> ReplayableFunction:
             return Eager(function)
 
     def create(*asked: object, quantises: bool) -> Kernels:
@@ -84,14 +84,14 @@ def test_answers_that_meet_no_numbers_end_alone(
     requests = [greedy(f"r{i}", ids, 5, ignore_eos=True) for i, ids in enumerate(asked)]
     broken = greedy("broken", [3, read, 5], 5)
     answers = bench.generate(*requests, broken)
-    assert answers == [*((tokens, "length") for tokens in wanted), ([], "NonFinite")]
+    assert answers == [*((tokens, "length") for tokens in wanted), ([], "NonFiniteLogits")]
     bench.frames.clear()
     bench.start_all(*requests)
     bench.caches[MAIN][1][bench.sequence("r1").pages[0], 1, 3] = float("nan")
     while bench.decode.has_work():
         bench.decode.step()
     ends = {one.identity.request_id: one for one in bench.updates()}
-    assert ends["r1"].failure is not None and ends["r1"].failure.kind == "NonFinite"
+    assert ends["r1"].failure is not None and ends["r1"].failure.kind == "NonFiniteLogits"
     for name, tokens in (("r0", wanted[0]), ("r2", wanted[2])):
         own = [one.token_ids for one in bench.updates() if one.identity.request_id == name]
         assert [*sum(own, ())] == tokens[1:]

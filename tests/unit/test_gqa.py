@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.model.kernels.base import PLAIN, Attention, Kernels, rotate
+from tandem.model.kernels.base import TORCH_KERNELS, AttentionMetadata, Kernels, rotate
 from tests.kernels import IS_INTERPRETED, TYPES, native_only, often_interpreted, ours
 from tests.numerics import NUM_LANES, UNIT, assert_near, rounding
 
@@ -26,7 +26,7 @@ class Grouped:
     number."""
 
     q_XHK: Tensor
-    how: Attention
+    how: AttentionMetadata
     lens_BQ: Tensor
 
     @classmethod
@@ -44,7 +44,7 @@ class Grouped:
             cache.flatten(0, 1)[slots[length + room :]] = float("nan")
         angle = torch.randn(num_seqs * num_q, WIDTH // 2, generator=generator)
         q = torch.randn(num_seqs * num_q, GROUPS * EACH, WIDTH, generator=generator).to(dtype)
-        how = Attention(angle.cos(), angle.sin(), False, cache, table, SCALE)
+        how = AttentionMetadata(angle.cos(), angle.sin(), False, cache, table, SCALE)
         return cls(q, how, lens_BQ)
 
     def attend(self, kernels: Kernels) -> Tensor:
@@ -97,7 +97,7 @@ def test_rows_see_their_context(is_interleaved: bool, num_q: int, dtype: torch.d
     told = replace(told, how=told.how._replace(is_interleaved=is_interleaved))
     check(told, told.attend(ours()))
     if dtype == torch.float32:
-        check(told, told.attend(PLAIN))
+        check(told, told.attend(TORCH_KERNELS))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -109,7 +109,7 @@ def test_nodes_of_trees_see_their_bits(dtype: torch.dtype) -> None:
     trees = replace(told, how=told.how._replace(bits_BQ=bits), lens_BQ=context_BQ)
     check(trees, trees.attend(ours()))
     if dtype == torch.float32:
-        check(trees, trees.attend(PLAIN))
+        check(trees, trees.attend(TORCH_KERNELS))
 
 
 @pytest.mark.parametrize("kernels", ["plain", "ours"])
@@ -119,7 +119,10 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, place: int, is_tree: bool, kernels: str
 ) -> None:
     """Be it a key, or a value, that is no finite number."""
-    own, told = PLAIN if kernels == "plain" else ours(), Grouped.make(4, torch.float32, room=64)
+    own, told = (
+        TORCH_KERNELS if kernels == "plain" else ours(),
+        Grouped.make(4, torch.float32, room=64),
+    )
     at_B = told.lens_BQ.amax(1) - 1
     sees_BQ = told.lens_BQ > at_B.unsqueeze(1)
     if is_tree:
@@ -160,9 +163,9 @@ def test_entries_are_rotated_keys_and_values(dtype: torch.dtype) -> None:
     kv = torch.randn(6, 2 * GROUPS * WIDTH, generator=generator).to(dtype)
     angle = torch.randn(6, WIDTH // 2, generator=generator)
     cache = torch.zeros(3, PAGE_SIZE, 2 * GROUPS * WIDTH, dtype=dtype)
-    how = Attention(angle.cos(), angle.sin(), False, cache, torch.tensor([[1, 2]]), SCALE)
+    how = AttentionMetadata(angle.cos(), angle.sin(), False, cache, torch.tensor([[1, 2]]), SCALE)
     slots = torch.tensor([17, 33, 20, 21, 40, 18])
-    ours().gqa_entry(kv, how, slots)
+    ours().write_gqa_cache(kv, how, slots)
     keys = rotate(
         kv[:, : GROUPS * WIDTH].unflatten(1, (GROUPS, WIDTH)),
         (how.cos[:, None], how.sin[:, None]),

@@ -38,7 +38,7 @@ def _copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A verdict is copied to the host, as from a device; memory is garbage until it is written;
     and what rows ask for is captured as soon as they do."""
     monkeypatch.setattr("tandem.model.checkpoint.tensors._to_host", Tensor.clone)
-    monkeypatch.setattr("tandem.decode_node.planning.forms.MOST_EAGER", 0)
+    monkeypatch.setattr("tandem.decode_node.planning.program_table.MAX_EAGER_STEPS", 0)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -90,7 +90,7 @@ def test_nothing_of_a_graph_is_read_after_the_next_one(
 ) -> None:
     loaded = load(folder, "model.kernels=native", "speculation.max_depth=3", *DRAFTERS[drafter])
     graphs = Graphs()
-    answers = told(replace(loaded, kernels=graphs, refused={}), overlap)
+    answers = told(replace(loaded, kernels=graphs, uncapturable={}), overlap)
     assert sum(one.num_replays for one in graphs.pool) > 20
     assert answers == told(loaded, overlap)
 
@@ -101,5 +101,5 @@ def test_who_reads_a_verdict_in_place_would_be_found_out(
     loaded = load(folder, "model.kernels=native", "speculation.max_depth=3")
     expected = told(loaded, True)
     monkeypatch.setattr(launcher, "download", lambda rows: rows)
-    found = told(replace(loaded, kernels=Graphs(), refused={}), True)
+    found = told(replace(loaded, kernels=Graphs(), uncapturable={}), True)
     assert found != expected

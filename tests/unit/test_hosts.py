@@ -1,13 +1,13 @@
 """Where nodes listen when nobody said so: where Ray has put them."""
 
-from tandem.cluster.control.plan import hosts_of
+from tandem.cluster.control.plan import host_addresses
 from tandem.core.config import load
 
 
 def found(addresses: dict[str, str], *sets: str) -> list[str]:
     machines = sorted(addresses)
     placed_on = [machines[i % len(machines)] for i in range(3)]
-    return hosts_of(load(None, list(sets)).kv_transfer.host, placed_on, addresses)
+    return host_addresses(load(None, list(sets)).kv_transfer.host, placed_on, addresses)
 
 
 def test_each_machine_listens_on_its_own_address() -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from tandem.core.config import TINY_MODEL
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import build, create_kernels
-from tandem.model.kernels.base import PLAIN, Attention, Kernels, Routing
+from tandem.model.kernels.base import TORCH_KERNELS, AttentionMetadata, Kernels, Routing
 from tandem.model.network.batch import Batch, Segments
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 from tests.kernels import (
     IS_INTERPRETED,
     TYPES,
@@ -179,7 +179,7 @@ class Pages:
         kernels = kernels or ours()
         ups = kernels.pack(self.up_k), kernels.pack(self.up_v)
         bits_BQ = None if batch.bits_BQ is None else batch.bits_BQ[first:last]
-        how = Attention(cos, sin, self.is_interleaved, self.cache, table, SCALE, bits_BQ)
+        how = AttentionMetadata(cos, sin, self.is_interleaved, self.cache, table, SCALE, bits_BQ)
         return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens)
 
     def as_trees(self) -> "Pages":
@@ -190,7 +190,7 @@ class Pages:
             torch.randint(i, (len(batch.context_lens_BQ),), generator=generator)
             for i in range(1, num_q)
         ]
-        tree = tree_of(torch.stack(parents, 1), num_q)
+        tree = build_tree(torch.stack(parents, 1), num_q)
         lens_B1 = (batch.context_lens_BQ.amax(1, keepdim=True) - num_q).clamp(min=0)
         context_lens_BQ = lens_B1.expand_as(tree.bits_BQ)
         return replace(
@@ -224,9 +224,11 @@ class Pages:
             rows = slice(b * len(lens_Q), (b + 1) * len(lens_Q))
             cos, sin = (angle[rows] for angle in self.angles)
             where = context[None].double(), torch.tensor([[0]])
-            how = Attention(cos, sin, self.is_interleaved, *where, SCALE)
+            how = AttentionMetadata(cos, sin, self.is_interleaved, *where, SCALE)
             ups = self.up_k.double(), self.up_v.double()
-            outs.append(PLAIN.mla_attend(self.q_XHK[rows].double(), *ups, how, lens_Q[None]))
+            outs.append(
+                TORCH_KERNELS.mla_attend(self.q_XHK[rows].double(), *ups, how, lens_Q[None])
+            )
         return torch.cat(outs)
 
 
@@ -283,7 +285,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, is_tree: bool, kernels: str
 ) -> None:
     """Whatever it holds: the last draft of a chain, or one node of a tree, in every sequence."""
-    own, num_q = PLAIN if kernels == "plain" else ours(), 4
+    own, num_q = TORCH_KERNELS if kernels == "plain" else ours(), 4
     told = Pages.make(6, num_q, torch.float32)
     lens_B = told.batch.context_lens_BQ.amax(1)
     slots_BS = (told.batch.page_table_BP.unsqueeze(2) * 16 + torch.arange(16)).flatten(1)
@@ -309,7 +311,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
 @pytest.mark.parametrize("value", BROKEN[:1] if IS_INTERPRETED else BROKEN)
 def test_a_token_of_a_prompt_counts_for_those_after_it_alone(value: float, kernels: str) -> None:
     """Within its segment; others never meet it."""
-    packed, own = Packed.make(torch.float32), PLAIN if kernels == "plain" else ours()
+    packed, own = Packed.make(torch.float32), TORCH_KERNELS if kernels == "plain" else ours()
     chosen, back = [1, 2, 3] if IS_INTERPRETED else [0, 1, 2, 3, 5], (1, 3, 59, 2, 0, 30)
     wanted = packed.attend(own, chosen)
     broken = packed.cache.clone()
@@ -334,7 +336,7 @@ def test_moves_within_rows_in_all_caches(dtype: torch.dtype) -> None:
     for cache in wanted:
         for source, target in zip(from_BN.flatten(), to_BN.flatten(), strict=True):
             cache.flatten(0, 1)[target] = cache.flatten(0, 1)[source].clone()
-    ours().move(caches, from_BN, to_BN)
+    ours().copy_slots(caches, from_BN, to_BN)
     assert all(map(torch.equal, caches, wanted))
 
 
@@ -386,7 +388,7 @@ class Packed:
         contexts = tuple(PACKED[g][1] for g in chosen)
         cos, sin = (angle[index] for angle in self.angles)
         table = torch.cat([self.pages[g] for g in chosen])[None]
-        how = Attention(cos, sin, True, self.cache, table, SCALE)
+        how = AttentionMetadata(cos, sin, True, self.cache, table, SCALE)
         segments = Segments(tuple(lengths), contexts, torch.tensor(lengths).cumsum(0))
         told = how, segments, VALUE
         out = kernels.mla_prefill(self.q_THK[index], kernels.pack(self.kv_b), *told)
@@ -418,7 +420,7 @@ class Packed:
 def test_packed_attention(dtype: torch.dtype) -> None:
     """Expanded keys and values are rounded."""
     packed, everyone = Packed.make(dtype), list(range(len(PACKED)))
-    ways = packed.attend(ours(), everyone), packed.attend(PLAIN, everyone)
+    ways = packed.attend(ours(), everyone), packed.attend(TORCH_KERNELS, everyone)
     for g, wanted in enumerate(map(packed.wanted, everyone)):
         for got in (ways[0][g], ways[1][g]):
             assert got.isfinite().all()
@@ -430,7 +432,7 @@ def test_heads_are_expanded_a_few_at_once(monkeypatch: pytest.MonkeyPatch) -> No
     packed, everyone = Packed.make(torch.float32), [1, 2, 3]
     whole = packed.attend(ours(), everyone)
     some = 4 * (NOPE + VALUE) * 16 * sum(len(packed.pages[g]) for g in everyone) * (HEADS - 1)
-    monkeypatch.setattr("tandem.model.kernels.gpu.prefill.MOST_EXPANDED_BYTES", some)
+    monkeypatch.setattr("tandem.model.kernels.gpu.prefill.MAX_EXPANDED_BYTES", some)
     for a, b in zip(packed.attend(ours(), everyone), whole, strict=True):
         check_attended(a, b.double(), torch.float32)
 
@@ -460,9 +462,11 @@ def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
     kv, weight = draw(num, rank + pe, dtype=dtype), draw(rank, seed=1, dtype=dtype)
     slots = torch.tensor([5, 0, 9, 17, 30, 2, 11])
     caches = [torch.full((4, 8, rank + pe), 7.0, dtype=kind) for kind in (dtype, torch.float64)]
-    hows = [Attention(*angles, is_interleaved, cache, slots[None], SCALE) for cache in caches]
-    ours().mla_entry(kv, weight, 1e-6, hows[0], slots)
-    PLAIN.mla_entry(kv.double(), weight.double(), 1e-6, hows[1], slots)
+    hows = [
+        AttentionMetadata(*angles, is_interleaved, cache, slots[None], SCALE) for cache in caches
+    ]
+    ours().write_mla_cache(kv, weight, 1e-6, hows[0], slots)
+    TORCH_KERNELS.write_mla_cache(kv.double(), weight.double(), 1e-6, hows[1], slots)
     written, wanted = (cache.flatten(0, 1)[slots] for cache in caches)
     check(written, wanted, dtype, rank / NUM_LANES)
     for cache in caches:
@@ -490,15 +494,15 @@ def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
     for num in (1, 60, 90):
         tokens = torch.randint(0, num_tokens, (num,), generator=torch.Generator().manual_seed(3))
         slots = torch.tensor([0, 0, 0, 3, num_slots, num_slots - 1])[(torch.arange(num) + 1) % 6]
-        got, here = ours().experts(x, tokens, slots, *packed), slots < num_slots
+        got, here = ours().fused_experts(x, tokens, slots, *packed), slots < num_slots
         pairs = zip(tokens[here].tolist(), slots[here].tolist(), strict=True)
         check(got[here], torch.stack([one(*pair) for pair in pairs]), dtype, *behind)
-    two_each = ours().experts(x, None, torch.arange(34) % num_slots, *packed)
+    two_each = ours().fused_experts(x, None, torch.arange(34) % num_slots, *packed)
     wanted = torch.stack([one(i // 2, i % num_slots) for i in range(34)])
     check(two_each, wanted, dtype, *behind)
-    alone = ours().experts(x, None, None, *packed)
+    alone = ours().fused_experts(x, None, None, *packed)
     check(alone, torch.stack([one(i, 0) for i in range(17)]), dtype, *behind)
-    assert ours().experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
+    assert ours().fused_experts(x[:0], None, slots[:0], *packed).shape == (0, dim)
 
 
 @gpu_only
@@ -520,7 +524,7 @@ def test_many_pairs_of_experts(is_wide: bool, dtype: torch.dtype) -> None:
     drawn = torch.tensor([0, 1, 1, 1, 1, 3, num_slots])[torch.randint(0, 7, (num,), generator=made)]
     for slots, num_ranks in ((drawn, 1), (drawn, 2), (torch.full((num,), 2), 1)):
         told = torch.where(slots < num_slots, tokens, num_tokens)
-        got, here = ours().experts(x, told, slots, *packed, num_ranks), slots < num_slots
+        got, here = ours().fused_experts(x, told, slots, *packed, num_ranks), slots < num_slots
         gate, up = torch.einsum(
             "pd,pfd->pf", x[tokens[here]].double(), gate_up[slots[here]].double()
         ).chunk(2, 1)
@@ -540,7 +544,7 @@ def test_pairs_are_sorted_by_slot(
     """In their order, without those that are elsewhere; over one chunk and several."""
     from tandem.model.kernels.gpu import pairs
 
-    monkeypatch.setattr(pairs, "MOST_AT_ONCE", most_at_once)
+    monkeypatch.setattr(pairs, "MAX_PAIRS_PER_PASS", most_at_once)
     made = torch.Generator().manual_seed(num_pairs)
     drawn = torch.randint(0, num_slots + 1, (num_pairs,), generator=made)
     for slots in (drawn, torch.full_like(drawn, num_slots - 1), torch.full_like(drawn, num_slots)):
@@ -561,7 +565,7 @@ def test_routing(sigmoid: bool, num_groups: int, num_tokens: int, dim: int) -> N
     x, weight = draw(num_tokens, dim), draw(16, dim, seed=1) * (24 / dim) ** 0.5
     bias = draw(16, seed=2) * 0.1
     ids, weights = ours().route(x, ours().pack(weight), bias if sigmoid else None, how)
-    told = PLAIN.route(x.double(), weight.double(), bias if sigmoid else None, how)
+    told = TORCH_KERNELS.route(x.double(), weight.double(), bias if sigmoid else None, how)
     assert torch.equal(ids, told[0])
     # A weight is as wrong, by its own size, as the logit behind it is.
     spread = float((x.double() @ weight.double().T).square().mean().sqrt())
@@ -583,10 +587,10 @@ def test_combining(dtype: torch.dtype) -> None:
     out, weights, more = draw(9, 3, 40, dtype=dtype), draw(9, 3, seed=1), draw(9, 40, dtype=dtype)
     x, scale = draw(9, 40, seed=2, dtype=dtype), draw(40, seed=3, dtype=dtype)
     for one in (None, more):
-        exact = x.double() + PLAIN.combine(out.double(), weights, one)
+        exact = x.double() + TORCH_KERNELS.combine(out.double(), weights, one)
         total, normed = ours().add_rms_norm(x, ours().combine(out, weights, one), scale, 1e-6)
         check(total, exact, dtype, length=4, num_rounded=2)
-        wanted = PLAIN.rms_norm(total.double(), scale.double(), 1e-6)
+        wanted = TORCH_KERNELS.rms_norm(total.double(), scale.double(), 1e-6)
         check(normed, wanted, dtype, 40 / NUM_LANES)
 
 
@@ -632,7 +636,7 @@ def test_gpus_that_kernels_are_not_made_for_have_plain_ones_and_it_is_said(
     asked = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
     found = create_kernels("auto", *asked)
     told = f"{name} has compute capability {major}.{minor}"
-    assert found.name == PLAIN.name and told in found.why_plain
+    assert found.name == TORCH_KERNELS.name and told in found.fallback_reason
     with pytest.raises(ValueError, match="'triton' cannot be had: .*use auto or plain"):
         create_kernels("triton", *asked)
     card.major = 9
@@ -646,7 +650,7 @@ def test_without_a_compiler_steps_are_plain_and_it_is_said(
     monkeypatch.setenv("CXX", "no-such-compiler")
     asked = ModelConfig.from_dir(TINY_MODEL), torch.device("cpu")
     found = create_kernels("auto", *asked)
-    assert found.name == PLAIN.name and "install g++" in found.why_plain
+    assert found.name == TORCH_KERNELS.name and "install g++" in found.fallback_reason
     assert "without native kernels: no C++ compiler" in caplog.text
     with pytest.raises(ValueError, match=r"model\.kernels: 'native' cannot be had: no C\+\+ comp"):
         create_kernels("native", *asked)
@@ -661,5 +665,5 @@ def test_what_does_not_compile_says_why_and_is_not_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(build, "SOURCES", (source,))
     with pytest.raises(ValueError, match=r"cannot compile kernels: .*native\.cpp.*error"):
-        build.built()
+        build.build_library()
     assert not list((tmp_path / "tandem" / "kernels").glob("*.so"))

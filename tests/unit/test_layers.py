@@ -148,7 +148,7 @@ def test_torch_distributed_only_where_a_group_is_owned() -> None:
                     "tandem.decode_node.planning.step_planner",
                     "tandem.cluster.client.client",
                     "tandem.core.config",
-                    "tandem.runtime.shell",
+                    "tandem.runtime.rank_actor",
                 ),
             ),
         ),

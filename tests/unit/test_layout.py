@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.core.control import Done, Service
+from tandem.core.control import Empty, Service
 from tandem.core.errors import LayoutMismatch, RankLost, StalePages
 from tandem.core.schema import WireError, decode, encode_failure, pack, unpack
-from tandem.kv_transfer.layout import Group, Layout, check_given
-from tandem.kv_transfer.messages import Ready, Seal
+from tandem.kv_transfer.layout import Group, Layout, check_compatible
+from tandem.kv_transfer.messages import PullReply, Seal
 
 LAYOUT = Layout((Group("main", 4, 1152), Group("mtp", 1, 1152)), "bfloat16", "deepseek-v3", 7)
 
@@ -20,8 +20,8 @@ def test_bytes_and_groups() -> None:
 
 def test_equal_layouts_agree_and_survive_the_wire() -> None:
     copy = unpack(Layout, pack(LAYOUT))
-    assert copy == LAYOUT and copy.facts() == LAYOUT.facts()
-    check_given(LAYOUT.facts(), copy.facts())
+    assert copy == LAYOUT and copy.compatibility_facts() == LAYOUT.compatibility_facts()
+    check_compatible(LAYOUT.compatibility_facts(), copy.compatibility_facts())
 
 
 @pytest.mark.parametrize(
@@ -33,9 +33,9 @@ def test_equal_layouts_agree_and_survive_the_wire() -> None:
     ],
 )
 def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
-    check_given(LAYOUT.facts(), less.facts())
+    check_compatible(LAYOUT.compatibility_facts(), less.compatibility_facts())
     with pytest.raises(LayoutMismatch, match="decode wants (mtp: 1 x 1152 B|features: 7)"):
-        check_given(less.facts(), LAYOUT.facts())
+        check_compatible(less.compatibility_facts(), LAYOUT.compatibility_facts())
 
 
 @pytest.mark.parametrize(
@@ -43,9 +43,9 @@ def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
     [
         (replace(LAYOUT, dtype="float32"), "wants dtype: float32; prefill has dtype: bfloat16"),
         (replace(LAYOUT, model="other"), "wants model: other; prefill has model: deepseek-v3"),
-        (replace(LAYOUT, protocol=9), "wants protocol: 9; prefill has protocol: 8"),
+        (replace(LAYOUT, protocol=10), "wants protocol: 10; prefill has protocol: 9"),
         (replace(LAYOUT, num_features=9), "wants features: 9; prefill has features: 7"),
-        (replace(LAYOUT, more="eagle3 12"), "wants by: eagle3 12; prefill has no more"),
+        (replace(LAYOUT, computed_by="eagle3 12"), "wants by: eagle3 12; prefill has no more"),
         (
             replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
             "wants mtp: 2 x 1152 B; prefill has mtp: 1 x 1152 B",
@@ -58,13 +58,13 @@ def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
 )
 def test_a_mismatch_names_the_field_and_both_values(theirs: Layout, text: str) -> None:
     with pytest.raises(LayoutMismatch, match=text):
-        check_given(LAYOUT.facts(), theirs.facts())
+        check_compatible(LAYOUT.compatibility_facts(), theirs.compatibility_facts())
 
 
 def test_everything_that_differs_is_named() -> None:
     other = Layout((Group("main", 3, 8),), "float32", "x", 0, 1)
     with pytest.raises(LayoutMismatch) as caught:
-        check_given(LAYOUT.facts(), other.facts())
+        check_compatible(LAYOUT.compatibility_facts(), other.compatibility_facts())
     assert all(
         name in str(caught.value) for name in ("dtype", "model", "protocol", "main: 3 x 8 B")
     )
@@ -80,14 +80,14 @@ def test_a_layout_without_sense_is_refused() -> None:
 def test_errors_survive_the_trip() -> None:
     for error in (StalePages("page 3"), LayoutMismatch("dtype"), RankLost("gone")):
         with pytest.raises(type(error), match=str(error)):
-            decode(Done, encode_failure(error))
+            decode(Empty, encode_failure(error))
 
 
 def test_replies_are_checked() -> None:
-    ready = Ready(True, 3, Seal(7, b"\0\1", "float32", (1, 1)))
-    assert decode(Ready, pack(ready)) == ready
-    with pytest.raises(WireError, match="expected message Done, got 'Ready'"):
-        decode(Done, pack(ready))
+    ready = PullReply(True, 3, Seal(7, b"\0\1", "float32", (1, 1)))
+    assert decode(PullReply, pack(ready)) == ready
+    with pytest.raises(WireError, match="expected message Empty, got 'PullReply'"):
+        decode(Empty, pack(ready))
 
 
 async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
@@ -95,6 +95,6 @@ async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
         return
 
     service = Service("p0", 7, {"load": (None, answer)})
-    assert decode(Done, await service.handle(7, "load", b"")) == Done()
+    assert decode(Empty, await service.handle(7, "load", b"")) == Empty()
     with pytest.raises(RankLost, match="epoch 6 was asked for, this is 7"):
-        decode(Done, await service.handle(6, "load", b""))
+        decode(Empty, await service.handle(6, "load", b""))

@@ -9,7 +9,7 @@ from tandem.core.config import load
 from tandem.core.errors import HandoverError
 from tandem.core.identity import Identity
 from tandem.kv_transfer.messages import Seal
-from tandem.kv_transfer.offered import RELEASE_KNOWN_S, Computed, OfferBook
+from tandem.kv_transfer.offer_book import ENDED_KEEP_S, ComputedPrefix, OfferBook
 from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
@@ -37,7 +37,7 @@ def test_a_lease_expires_once_and_only_when_not_renewed() -> None:
     clock.now += 29
     assert not book.sweep()
     clock.now += 1
-    assert list(book.sweep()) == [KEY] and not book.sweep() and not book.open_ones()
+    assert list(book.sweep()) == [KEY] and not book.sweep() and not book.open_identities()
 
 
 def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
@@ -55,7 +55,7 @@ def test_release_is_idempotent_and_opening_is_not() -> None:
     book.open(KEY, nothing)
     with pytest.raises(AssertionError, match="was opened twice"):
         book.open(KEY, nothing)
-    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
+    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_identities()
 
 
 def test_no_lease_without_a_length() -> None:
@@ -91,7 +91,7 @@ def test_random_use_agrees_with_a_model(operations: list[tuple[str, int]]) -> No
             expired = {k for k, end in ends.items() if end <= clock.now}
             assert set(book.sweep()) == expired
             ends = {k: end for k, end in ends.items() if k not in expired}
-        assert set(book.open_ones()) == ends.keys()
+        assert set(book.open_identities()) == ends.keys()
 
 
 async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
@@ -101,14 +101,14 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     assert book.num_waiting == 1 and book.open(KEY, nothing)
     await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
-    book.advance(KEY, Computed(30, (1,), (1,)))
+    book.advance(KEY, ComputedPrefix(30, (1,), (1,)))
     entry = await waiting
     assert entry is not None and entry.computed.num_tokens == 30 and book.num_waiting == 0
     assert await book.wait(KEY, 30, 0.01) is entry
-    book.advance(KEY, Computed(30, (1,), (1,)), Seal(5))
+    book.advance(KEY, ComputedPrefix(30, (1,), (1,)), Seal(5))
     sealed = await book.wait(KEY, 30, 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
-    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_ones()
+    assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_identities()
 
 
 async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
@@ -116,10 +116,10 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     book = OfferBook(2.0, clock)
     assert await book.wait(KEY, 0, 0.01) is None
     with pytest.raises(HandoverError, match="not offered here"):
-        book.need(KEY)
+        book.get_open(KEY)
     book.open(OTHER, nothing)
     with pytest.raises(HandoverError, match="not offered here"):
-        book.need(KEY)
+        book.get_open(KEY)
     waiting = asyncio.create_task(book.wait(OTHER, 0, 5.0))
     await asyncio.sleep(0)
     clock.now += 2
@@ -128,10 +128,10 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
         await waiting
     with pytest.raises(HandoverError, match="expired"):
         book.renew(OTHER)
-    assert not book.open_ones() and book.num_waiting == 0
+    assert not book.open_identities() and book.num_waiting == 0
 
 
-@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, RELEASE_KNOWN_S), (300.0, 1200.0)])
+@pytest.mark.parametrize(("lease_s", "known_s"), [(2.0, ENDED_KEEP_S), (300.0, 1200.0)])
 async def test_a_release_that_comes_first_keeps_the_key_shut(
     lease_s: float, known_s: float
 ) -> None:
@@ -141,7 +141,7 @@ async def test_a_release_that_comes_first_keeps_the_key_shut(
     assert not book.end(KEY, "cancelled")
     clock.now += known_s
     book.sweep()
-    assert not book.open(KEY, nothing) and not book.open_ones()
+    assert not book.open(KEY, nothing) and not book.open_identities()
     clock.now += 10_000
     book.sweep()
     assert book.open(KEY, nothing), "ended keys are not remembered for ever"
@@ -152,13 +152,13 @@ async def test_a_page_keeps_the_generation_it_came_with() -> None:
     """What a page's next owner has is not what was offered: its generation must not look right."""
     book = OfferBook(30.0, time.monotonic)
     book.open(KEY, nothing)
-    book.advance(KEY, Computed(4, (1,), (1,)))
+    book.advance(KEY, ComputedPrefix(4, (1,), (1,)))
     with pytest.raises(AssertionError, match="pages were exchanged"):
-        book.advance(KEY, Computed(9, (2, 1), (5, 3)))
-    book.advance(KEY, Computed(8, (1, 2), (3, 5)), Seal(7))
-    entry = book.need(KEY)
+        book.advance(KEY, ComputedPrefix(9, (2, 1), (5, 3)))
+    book.advance(KEY, ComputedPrefix(8, (1, 2), (3, 5)), Seal(7))
+    entry = book.get_open(KEY)
     assert entry.computed.generations == (1, 5)
     assert entry.seal is not None and entry.seal.generations == (3, 5), "as they are now"
     with pytest.raises(AssertionError, match="was sealed before"):
-        book.advance(KEY, Computed(8, (1, 2), (3, 5)), Seal(7))
+        book.advance(KEY, ComputedPrefix(8, (1, 2), (3, 5)), Seal(7))
     book.end(KEY, "done")

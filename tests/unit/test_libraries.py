@@ -16,19 +16,19 @@ from benchmarks.harness.blocks import dense, random_blocks
 from tandem.core.config import TINY_MODEL
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import create_kernels
-from tandem.model.kernels.base import BLOCK, Attention, Blocks
+from tandem.model.kernels.base import BLOCK, AttentionMetadata, Fp8BlockWeight
 from tests.kernels import gpu_only
 from tests.often import often
 
 pytest.importorskip("triton")
 
-from tandem.model.kernels.gpu import flashmla, libraries  # noqa: E402
-from tandem.model.kernels.gpu.fp8 import quantised  # noqa: E402
-from tandem.model.kernels.gpu.kernels import Triton  # noqa: E402
+from tandem.model.kernels.gpu import flashmla, vendor  # noqa: E402
+from tandem.model.kernels.gpu.fp8 import quantise  # noqa: E402
+from tandem.model.kernels.gpu.kernels import TritonKernels  # noqa: E402
 
 KIND = torch.float16
 """Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
-LENGTHS, NUM_PAGES = [5, 64, 65, 190], 3
+DRAFT_LENGTH_POLICIES, NUM_PAGES = [5, 64, 65, 190], 3
 NOPE, LATENT, ROPE = 32, 512, 64
 
 
@@ -81,19 +81,21 @@ def drawn(*shape: int, seed: int = 0, kind: torch.dtype = KIND) -> Tensor:
 
 def asked(num_heads: int, num_q: int, page_size: int = 64) -> tuple[Any, ...]:
     """Queries, both matrices, pages that hold NaN behind contexts, and lengths."""
-    num_seqs = len(LENGTHS)
-    lens_BQ = (torch.tensor(LENGTHS)[:, None] - torch.arange(num_q).flip(0)).contiguous()
+    num_seqs = len(DRAFT_LENGTH_POLICIES)
+    lens_BQ = (
+        torch.tensor(DRAFT_LENGTH_POLICIES)[:, None] - torch.arange(num_q).flip(0)
+    ).contiguous()
     width = -(-NUM_PAGES * 64 // page_size)
     table_BP = torch.randperm(num_seqs * width).view(num_seqs, width) + 1
     cache = drawn(1 + num_seqs * width, page_size, LATENT + ROPE, seed=1)
-    for length, pages in zip(LENGTHS, table_BP, strict=True):
+    for length, pages in zip(DRAFT_LENGTH_POLICIES, table_BP, strict=True):
         slots = (pages[:, None] * page_size + torch.arange(page_size)).flatten()
         cache.flatten(0, 1)[slots[length:]] = float("nan")
     num_rows = num_seqs * num_q
     q_XHK = drawn(num_rows, num_heads, NOPE + ROPE, seed=2)
     ups = drawn(num_heads, LATENT, NOPE, seed=3) / 8, drawn(num_heads, 16, LATENT, seed=4) / 16
     angles = drawn(num_rows, ROPE // 2, seed=5, kind=torch.float32)
-    how = Attention(angles.cos(), angles.sin(), True, cache, table_BP, 0.03)
+    how = AttentionMetadata(angles.cos(), angles.sin(), True, cache, table_BP, 0.03)
     return q_XHK, *ups, how, lens_BQ
 
 
@@ -113,8 +115,8 @@ def test_flashmla_is_asked_for_what_our_own_kernel_gives(
     """In all layers of a pass by one split of its contexts, in the next by another."""
     *rest, how, lens_BQ = asked(num_heads, num_q)
     how, flash = how._replace(is_interleaved=is_interleaved), FlashMla()
-    kernels = libraries.Libraries(flash, 8)
-    wanted = Triton(8).mla_attend(*rest, how, lens_BQ)
+    kernels = vendor.VendorKernels(flash, 8)
+    wanted = TritonKernels(8).mla_attend(*rest, how, lens_BQ)
     for _ in range(2):
         got = kernels.mla_attend(*rest, how, lens_BQ)
         assert (got - wanted).abs().max() < 2e-2 * wanted.abs().max()
@@ -122,7 +124,7 @@ def test_flashmla_is_asked_for_what_our_own_kernel_gives(
     shorter = lens_BQ - 1
     got = kernels.mla_attend(*rest, how, shorter)
     assert flash.num_split == 2
-    wanted = Triton(8).mla_attend(*rest, how, shorter)
+    wanted = TritonKernels(8).mla_attend(*rest, how, shorter)
     assert (got - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
 
@@ -130,8 +132,8 @@ def test_flashmla_is_asked_for_what_our_own_kernel_gives(
 def test_no_page_is_read_behind_a_table() -> None:
     *rest, how, lens_BQ = asked(64, 1)
     how, beyond = how._replace(cache=how.cache.nan_to_num(0.5)), lens_BQ + NUM_PAGES * 64
-    got = libraries.Libraries(FlashMla(), 8).mla_attend(*rest, how, beyond)
-    wanted = Triton(8).mla_attend(*rest, how, beyond)
+    got = vendor.VendorKernels(FlashMla(), 8).mla_attend(*rest, how, beyond)
+    wanted = TritonKernels(8).mla_attend(*rest, how, beyond)
     assert (got - wanted).abs().max() < 2e-2 * wanted.abs().max()
 
 
@@ -151,8 +153,10 @@ def test_what_flashmla_does_not_compute_our_own_kernel_does(what: str) -> None:
         finite = how.cache.nan_to_num(0.5)
         how = how._replace(cache=finite, bits_BQ=torch.zeros_like(lens_BQ))
     flash = FlashMla()
-    got = libraries.Libraries(flash, 8).mla_attend(*rest, how, lens_BQ)
-    assert torch.equal(got, Triton(8).mla_attend(*rest, how, lens_BQ)) and flash.num_split == 0
+    got = vendor.VendorKernels(flash, 8).mla_attend(*rest, how, lens_BQ)
+    assert (
+        torch.equal(got, TritonKernels(8).mla_attend(*rest, how, lens_BQ)) and flash.num_split == 0
+    )
 
 
 def scaled_mm(
@@ -185,11 +189,11 @@ def test_cublas_is_asked_for_what_our_own_products_give(
     num_parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(F, "scaled_mm", scaled_mm)
-    monkeypatch.setattr(libraries, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(vendor, "MIN_CUBLAS_ROWS", 8)
     w = random_blocks(1, num_parts, 2 * BLOCK, 4 * BLOCK, torch.Generator().manual_seed(1))
     x = drawn(12, 4 * BLOCK, kind=torch.bfloat16)
-    kernels = libraries.Libraries(FlashMla(), 8, True, False)
-    x_rounded = quantised(x, by_powers=False)
+    kernels = vendor.VendorKernels(FlashMla(), 8, True, False)
+    x_rounded = quantise(x, power_of_2_scales=False)
     exact = x_rounded.values.double() * x_rounded.scales.repeat_interleave(BLOCK, 1)
     wanted = exact @ dense(w, num_parts, 0).T
     got = kernels._product(x, w, num_parts, torch.bfloat16)
@@ -216,13 +220,13 @@ def test_products_that_cublas_does_not_have_are_our_own(
         pytest.fail("asked for")
 
     monkeypatch.setattr(F, "scaled_mm", refused)
-    monkeypatch.setattr(libraries, "FEWEST_ROWS", 8)
+    monkeypatch.setattr(vendor, "MIN_CUBLAS_ROWS", 8)
     w = random_blocks(1, 1, rows, columns, torch.Generator().manual_seed(1))
     x = drawn(num_rows, columns, kind=torch.bfloat16)
-    one = Blocks(w.values[0], w.scales[0])
+    one = Fp8BlockWeight(w.values[0], w.scales[0])
     given = x, one, rows, kind == torch.float32
-    got = libraries.Libraries(FlashMla(), 8, True, False).linear(*given)
-    assert torch.equal(got, Triton(8, True, False).linear(*given))
+    got = vendor.VendorKernels(FlashMla(), 8, True, False).linear(*given)
+    assert torch.equal(got, TritonKernels(8, True, False).linear(*given))
 
 
 def test_torch_multiplies_blocks_by_the_names_that_we_use() -> None:
@@ -258,10 +262,10 @@ def has_text(file: Path, text: str) -> bool:
 def test_flashmla_on_a_device() -> None:
     *rest, how, lens_BQ = asked(128, 2)
     here = [one.cuda() for one in rest]
-    told = Attention(*(one.cuda() if isinstance(one, Tensor) else one for one in how))
+    told = AttentionMetadata(*(one.cuda() if isinstance(one, Tensor) else one for one in how))
     given = *here, told, lens_BQ.cuda()
-    own = Triton(132).mla_attend(*given)
-    theirs = libraries.Libraries(flashmla.operator(), 132).mla_attend(*given)
+    own = TritonKernels(132).mla_attend(*given)
+    theirs = vendor.VendorKernels(flashmla.operator(), 132).mla_attend(*given)
     assert (own - theirs).abs().max() < 2e-2 * own.abs().max()
 
 
@@ -269,7 +273,10 @@ def test_flashmla_on_a_device() -> None:
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_cublas_on_a_device(num_parts: int) -> None:
     w = random_blocks(1, num_parts, 2 * BLOCK, 4 * BLOCK, torch.Generator().manual_seed(1))
-    x, here = drawn(2048, 4 * BLOCK, kind=torch.bfloat16).cuda(), Blocks(*(p.cuda() for p in w))
-    own = Triton(132, True, False)._product(x, here, num_parts, x.dtype)
-    theirs = libraries.by_cublas(quantised(x, by_powers=False), here)
+    x, here = (
+        drawn(2048, 4 * BLOCK, kind=torch.bfloat16).cuda(),
+        Fp8BlockWeight(*(p.cuda() for p in w)),
+    )
+    own = TritonKernels(132, True, False)._product(x, here, num_parts, x.dtype)
+    theirs = vendor.by_cublas(quantise(x, power_of_2_scales=False), here)
     assert (own - theirs).abs().max() < 2e-2 * own.abs().max()

@@ -13,80 +13,116 @@ from hypothesis import strategies as st
 
 from tandem.cluster.gateway import fleet
 from tandem.cluster.gateway.fleet import Fleet
-from tandem.cluster.gateway.liveness import Event, Liveness, Phase, after
-from tandem.core.beat import Beat, Held
+from tandem.cluster.gateway.liveness import Liveness, LivenessEvent, LivenessPhase, next_phase
 from tandem.core.config import load
-from tandem.core.control import Done
+from tandem.core.control import Empty
 from tandem.core.errors import RankDied, RankLost
+from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.identity import Identity
 from tandem.core.info import DECODE, PREFILL
 from tandem.core.membership import DRAINING, LOST, READY, Gang, Membership
-from tandem.core.pace import Pace
+from tandem.core.progress import EngineProgress
 from tandem.core.schema import pack
 from tests.rig import LocalMembers
 from tests.unit.test_membership import INFO
 from tests.waiting import PATIENCE_S, for_ever, turns, until
 
-TOLD = (Event.HEARD, Event.LOST, Event.ACCUSED, Event.ANSWERED)
+TOLD = (
+    LivenessEvent.HEARTBEAT,
+    LivenessEvent.LOST,
+    LivenessEvent.CALL_FAILED,
+    LivenessEvent.CALL_ANSWERED,
+)
 NEXT = {
-    Phase.SILENT: (Phase.READY, Phase.OUT, Phase.SILENT, Phase.SILENT),
-    Phase.READY: (Phase.READY, Phase.OUT, Phase.SUSPECT, Phase.READY),
-    Phase.SUSPECT: (Phase.SUSPECT, Phase.OUT, Phase.SUSPECT, Phase.READY),
-    Phase.OUT: (Phase.READY, Phase.OUT, Phase.OUT, Phase.OUT),
+    LivenessPhase.SILENT: (
+        LivenessPhase.READY,
+        LivenessPhase.OUT,
+        LivenessPhase.SILENT,
+        LivenessPhase.SILENT,
+    ),
+    LivenessPhase.READY: (
+        LivenessPhase.READY,
+        LivenessPhase.OUT,
+        LivenessPhase.SUSPECT,
+        LivenessPhase.READY,
+    ),
+    LivenessPhase.SUSPECT: (
+        LivenessPhase.SUSPECT,
+        LivenessPhase.OUT,
+        LivenessPhase.SUSPECT,
+        LivenessPhase.READY,
+    ),
+    LivenessPhase.OUT: (
+        LivenessPhase.READY,
+        LivenessPhase.OUT,
+        LivenessPhase.OUT,
+        LivenessPhase.OUT,
+    ),
 }
 
 
-@pytest.mark.parametrize(("phase", "is_draining"), product(Phase, (False, True)))
-def test_the_next_state(phase: Phase, is_draining: bool) -> None:
-    assert tuple(after(phase, event) for event in TOLD) == NEXT[phase]
+@pytest.mark.parametrize(("phase", "is_draining"), product(LivenessPhase, (False, True)))
+def test_the_next_state(phase: LivenessPhase, is_draining: bool) -> None:
+    assert tuple(next_phase(phase, event) for event in TOLD) == NEXT[phase]
     rank = Liveness("d")
     rank.phase, rank.is_draining = phase, is_draining
-    assert rank.is_well == (phase is Phase.READY and not is_draining)
-    assert rank.is_out == (phase in (Phase.SUSPECT, Phase.OUT))
-    for event in Event:
-        rank.tell(event)
+    assert rank.is_well == (phase is LivenessPhase.READY and not is_draining)
+    assert rank.is_out == (phase in (LivenessPhase.SUSPECT, LivenessPhase.OUT))
+    for event in LivenessEvent:
+        rank.apply_event(event)
         assert rank.is_draining == is_draining, "no event says anything of that"
 
 
-@given(st.lists(st.sampled_from(Event)), st.integers(1, 5))
+@given(st.lists(st.sampled_from(LivenessEvent)), st.integers(1, 5))
 def test_an_accusation_is_refuted_by_an_answer_not_by_heartbeats(
-    events: list[Event], num: int
+    events: list[LivenessEvent], num: int
 ) -> None:
-    anew = reduce(after, [*events, Event.LOST, Event.HEARD], Phase.SILENT)
-    assert anew is Phase.READY
-    accused = reduce(after, [Event.ACCUSED, *[Event.HEARD] * num], anew)
-    assert accused is Phase.SUSPECT and after(accused, Event.ANSWERED) is anew
+    anew = reduce(
+        next_phase, [*events, LivenessEvent.LOST, LivenessEvent.HEARTBEAT], LivenessPhase.SILENT
+    )
+    assert anew is LivenessPhase.READY
+    accused = reduce(
+        next_phase, [LivenessEvent.CALL_FAILED, *[LivenessEvent.HEARTBEAT] * num], anew
+    )
+    assert (
+        accused is LivenessPhase.SUSPECT
+        and next_phase(accused, LivenessEvent.CALL_ANSWERED) is anew
+    )
 
 
 async def test_it_is_told_lost_once_and_back_once() -> None:
     rank = Liveness("d")
-    assert not rank.tell(Event.HEARD) and rank.heard.is_set(), "it was never out"
-    assert rank.tell(Event.ACCUSED) and rank.heard.is_set()
-    assert not rank.end(RankLost("silent")) and not rank.heard.is_set(), "it was out already"
-    assert rank.tell(Event.HEARD) and rank.is_well
-    assert rank.end(RankLost("again"))
+    assert not rank.apply_event(LivenessEvent.HEARTBEAT) and rank.answering.is_set(), (
+        "it was never out"
+    )
+    assert rank.apply_event(LivenessEvent.CALL_FAILED) and rank.answering.is_set()
+    assert not rank.mark_lost(RankLost("silent")) and not rank.answering.is_set(), (
+        "it was out already"
+    )
+    assert rank.apply_event(LivenessEvent.HEARTBEAT) and rank.is_well
+    assert rank.mark_lost(RankLost("again"))
 
 
 async def test_who_needs_it_ends_with_what_ended_it() -> None:
     rank = Liveness("d")
 
     async def need() -> None:
-        async with rank.needed():
+        async with rank.cancelled_if_lost():
             await asyncio.Event().wait()
 
     needing = [asyncio.create_task(need()) for _ in range(2)]
     await turns()
-    rank.tell(Event.HEARD)
-    rank.tell(Event.ACCUSED)
+    rank.apply_event(LivenessEvent.HEARTBEAT)
+    rank.apply_event(LivenessEvent.CALL_FAILED)
     await turns()
     assert not any(task.done() for task in needing), "heartbeats alone say that it has ended"
-    rank.end(RankDied("its process has ended"))
+    rank.mark_lost(RankDied("its process has ended"))
     errors = await asyncio.gather(*needing, return_exceptions=True)
     for error in errors:
         assert isinstance(error, RankDied) and error.rank == "d"
     assert errors[0] is not errors[1]
     with pytest.raises(TimeoutError):
-        async with rank.needed():
+        async with rank.cancelled_if_lost():
             raise TimeoutError("the body's own")
 
 
@@ -97,34 +133,34 @@ class Slow:
         self.is_asked, self.may_go = asyncio.Event(), asyncio.Event()
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        if method == "beat":
-            return pack(Beat(Pace(0, 0.0, 60.0), Held()))
+        if method == "heartbeat":
+            return pack(Heartbeat(EngineProgress(0, 0.0, 60.0), RankLoad()))
         self.is_asked.set()
         await self.may_go.wait()
-        return pack(Done())
+        return pack(Empty())
 
 
 async def test_a_gateway_that_stops_finishes_its_releases(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fleet, "RELEASED_S", PATIENCE_S)
+    monkeypatch.setattr(fleet, "STOP_RELEASE_S", PATIENCE_S)
     members, slow, info = LocalMembers(), Slow(), replace(INFO, frames=None)
     spec = info.spec
-    members.controls[spec.life] = slow
+    members.controls[spec.epoch_name] = slow
     members.tell(Gang(spec.gang, spec.kind, spec.epoch, READY, (info,)))
 
     async def warm(pair: object) -> None:
         """There is no pair."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
-    release = owner.ranks[spec.life].release("abort", Identity("r"))
+    release = owner.ranks[spec.epoch_name].release("abort", Identity("r"))
     await slow.is_asked.wait()
     stopping = asyncio.create_task(owner.stop())
     await turns()
     assert not stopping.done()
     slow.may_go.set()
     await stopping
-    assert release.result() == Done()
+    assert release.result() == Empty()
 
 
 async def test_a_pair_that_joins_and_cannot_work_together_is_told(
@@ -135,7 +171,7 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
         replace(there, spec=replace(there.spec, gang=kind, kind=kind)) for kind in (PREFILL, DECODE)
     ]
     for info in infos:
-        members.controls[info.spec.life] = Slow()
+        members.controls[info.spec.epoch_name] = Slow()
     members.tell(*(Gang(i.spec.gang, i.spec.kind, 5, READY, (i,)) for i in infos))
 
     async def warm(pair: object) -> None:
@@ -143,7 +179,7 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
     for rank in owner.ranks.values():
-        rank.liveness.tell(Event.HEARD)
+        rank.liveness.apply_event(LivenessEvent.HEARTBEAT)
     await until(lambda: "do not work together: prompts of two tokens" in caplog.text)
     await owner.stop()
 
@@ -152,7 +188,7 @@ async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
     """The controller that drained it may die over that, and the next one finds it ready."""
     members, info = LocalMembers(), replace(INFO, frames=None)
     spec = info.spec
-    members.controls[spec.life] = Slow()
+    members.controls[spec.epoch_name] = Slow()
     gang = Gang(spec.gang, spec.kind, spec.epoch, READY, (info,))
     members.tell(gang)
 
@@ -160,7 +196,7 @@ async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
         """There is no pair."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
-    rank = owner.ranks[spec.life].liveness
+    rank = owner.ranks[spec.epoch_name].liveness
     await until(lambda: rank.is_well)
     members.tell(replace(gang, state=DRAINING))
     await until(lambda: not rank.is_well)
@@ -174,8 +210,8 @@ class FailingMembers(LocalMembers):
 
     num_failures = 1
 
-    async def changed(self, after: tuple[int, int]) -> Membership:
-        now = await super().changed(after)
+    async def wait_for_change(self, next_phase: tuple[int, int]) -> Membership:
+        now = await super().wait_for_change(next_phase)
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("Event loop is closed")
@@ -186,8 +222,8 @@ async def test_an_error_does_not_end_the_following_of_membership(tmp_path: Path)
     members = FailingMembers()
     fleet = Fleet(members, load(None, [f"model.path={tmp_path}"]), lambda pair: for_ever())
     members.tell(Gang("decode-0", DECODE, 1, LOST))
-    await until(lambda: fleet.applied.version == members.membership.version)
+    await until(lambda: fleet.membership.version == members.membership.version)
     assert not members.num_failures
     members.tell()
-    await until(lambda: fleet.applied.version == members.membership.version)
+    await until(lambda: fleet.membership.version == members.membership.version)
     await fleet.stop()

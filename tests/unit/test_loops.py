@@ -11,14 +11,14 @@ import torch
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
+from tandem.core.draft_shapes import chain_shapes
 from tandem.core.identity import Identity
-from tandem.core.levels import chains
 from tandem.core.request import ERROR, PREEMPTED, Request
-from tandem.decode_node.planning.buckets import bucket_for, buckets_of
-from tandem.decode_node.planning.states import Granted, Size
-from tandem.decode_node.planning.step_plan import Extras, StepKey
+from tandem.decode_node.planning.buckets import bucket_for, resolve_buckets
+from tandem.decode_node.planning.states import GrantedSequence, RequestSize
+from tandem.decode_node.planning.step_plan import SamplingTraits, StepKey
 from tandem.decode_node.program.launcher import Launcher
-from tandem.decode_node.program.step import Shape, decode_step
+from tandem.decode_node.program.step import StepShape, decode_step
 from tandem.model.loaded import LoadedModel
 from tandem.runtime.engine_loop import EngineLoop
 
@@ -128,7 +128,7 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
 def test_who_has_ended_with_its_first_token_keeps_nobody_turning(loaded: LoadedModel) -> None:
     """Its gateway knows, and may be late to have it dropped."""
     bench, identity, prompt = Bench(loaded), Identity("r"), list(range(5, 25))
-    bench.decode.ask(identity, Size(len(prompt), 0, 1))
+    bench.decode.enqueue(identity, RequestSize(len(prompt), 0, 1))
     bench.decode.activate(identity, greedy("r", prompt, 1, ignore_eos=True), 7, None)
     assert not bench.decode.has_work()
     assert bench.decode.drop(identity)
@@ -176,10 +176,10 @@ def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, overlap: bool) -> N
     expected = Bench(loaded, num_drafts=2).generate(beside)
     first, _ = bench.start(beside)
     full, rows = Mock(side_effect=MemoryError("full")), bench.decode._launcher.rows
-    with patch.object(rows, "begin", full), pytest.raises(MemoryError):
+    with patch.object(rows, "add_row", full), pytest.raises(MemoryError):
         bench.start(greedy("late", [8, 9], 12, ignore_eos=True))
     late = bench.identities["late"]
-    assert isinstance(bench.decode.scheduler.sequences[late], Granted)
+    assert isinstance(bench.decode.scheduler.sequences[late], GrantedSequence)
     bench.frames.clear()
     while bench.decode.has_work():
         bench.decode.step()
@@ -203,17 +203,17 @@ def test_an_end_that_is_certain_wastes_no_step(loaded: LoadedModel) -> None:
 
 @pytest.mark.parametrize(("num_rows", "size"), [(1, 1), (3, 4), (5, 6), (6, 6)])
 def test_buckets_hold_their_rows(num_rows: int, size: int) -> None:
-    assert bucket_for(num_rows, buckets_of((4, 1), 6, "cpu")) == size
+    assert bucket_for(num_rows, resolve_buckets((4, 1), 6, "cpu")) == size
 
 
 def test_buckets_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decode.batch_sizes: \[0, 9\]"):
-        buckets_of((0, 4, 9), 8, "cpu")
+        resolve_buckets((0, 4, 9), 8, "cpu")
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 7, 16, 20])
 def test_default_buckets_of_a_gpu(max_rows: int) -> None:
-    buckets = buckets_of(None, max_rows, "cuda")
+    buckets = resolve_buckets(None, max_rows, "cuda")
     for num in range(1, max_rows + 1):
         assert num <= bucket_for(num, buckets) <= max(2 * num, num + 7)
 
@@ -239,12 +239,14 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
     bench = Bench(loaded, num_drafts=num_drafts)
     for i, request in enumerate(mixed_requests(loaded)[:3]):
         bench.start(replace(request, sampling=replace(request.sampling, temperature=0.5 * i)))
-    extras = Extras(all_greedy=False, has_rules=True)
-    key = StepKey(3, num_drafts, num_drafts + 1, extras)
-    rows = bench.decode._launcher.rows.select(torch.arange(3), 5, extras)
+    traits = SamplingTraits(all_greedy=False, has_logit_rules=True)
+    key = StepKey(3, num_drafts, num_drafts + 1, traits)
+    rows = bench.decode._launcher.rows.select(torch.arange(3), 5, traits)
 
     def program() -> torch.Tensor:
-        output = decode_step(loaded, bench.caches, rows, key, Shape(chains(2)[num_drafts], None))
+        output = decode_step(
+            loaded, bench.caches, rows, key, StepShape(chain_shapes(2)[num_drafts], None)
+        )
         return output.verdict.tokens_BE
 
     with torch.inference_mode():
@@ -273,7 +275,7 @@ def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     bench.decode.step()
     free, free_at_end = bench.pool.num_available, list[int]()
     monkeypatch.setattr(
-        "tandem.decode_node.engine.settle",
+        "tandem.decode_node.engine.synchronize",
         lambda device: free_at_end.append(bench.pool.num_available),
     )
     broken = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))

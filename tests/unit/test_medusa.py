@@ -17,25 +17,25 @@ from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import load as load_config
 from tandem.core.info import PREFILL
-from tandem.model.drafters.choices import Choice, ordered, parents_of
+from tandem.model.drafters.choices import Choice, parents_of, with_prefixes
 from tandem.model.drafters.medusa import MedusaDrafter
 from tandem.model.loaded import load_model
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 from tests.trees import path_to
 from tests.unit.test_drafts import Spy, fresh_rows, prompt
-from training.calibrate import best_tree, value_of
+from training.calibrate import best_tree, path_values
 
 BUFFERS = json.loads((Path(__file__).parents[1] / "data/medusa_buffers.json").read_text())
 NUM_HEADS = 3
-CHOICES = [[0], [1], [0, 0], [2], [1, 0], [0, 0, 0], [0, 1], [1, 0, 2]]
+CHOICES_FILE = [[0], [1], [0, 0], [2], [1, 0], [0, 0, 0], [0, 1], [1, 0, 2]]
 
 
 def tree_told(choices: list[Choice]) -> tuple[list[str], list[int], list[list[int]], list[int]]:
     """Masks, depths, the paths to the leaves and places of nodes among ranks, root first."""
     drafter = MedusaDrafter([], choices, 8, torch.device("cpu"))
-    level = drafter.levels(8)[-1]
+    level = drafter.draft_shapes(8)[-1]
     assert level.num_nodes == len(choices) and level.parents is not None
-    tree = tree_of(torch.tensor([level.parents]), level.depth)
+    tree = build_tree(torch.tensor([level.parents]), level.depth)
     masks = [format(bits % (1 << 64), "x") for bits in tree.bits_BQ[0].tolist()]
     leaves = {*range(1, len(choices) + 1)} - {*level.parents}
     paths = [[0, *path_to(level.parents, leaf)] for leaf in leaves]
@@ -135,11 +135,11 @@ def test_drafts_are_those_of_the_formula(
         save_file(vllm_names(tensors), tmp_path / "model.safetensors")
     else:
         save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    (tmp_path / "choices.json").write_text(json.dumps(CHOICES))
+    (tmp_path / "choices.json").write_text(json.dumps(CHOICES_FILE))
     size = "null" if num_nodes is None else str(num_nodes)
     sets = "speculation.drafter=medusa", f"speculation.draft_model_path={tmp_path}"
     loaded = load(folder, *sets, f"speculation.max_tree_nodes={size}")
-    choices = CHOICES if num_nodes else [[0], [0, 0], [0, 0, 0]]
+    choices = CHOICES_FILE if num_nodes else [[0], [0, 0], [0, 0, 0]]
     spy = Spy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), page_size=4)
     known = prompt(13)
@@ -150,7 +150,7 @@ def test_drafts_are_those_of_the_formula(
         bench.decode.step()
         batch, num_pages = fresh_rows(known[:-1], 8, 0)
         with torch.inference_mode():
-            [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+            [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
         expected = []
         for path in choices:
             logits = expected_logits(tensors, len(path) - 1, hidden[-1].clone(), shared)
@@ -264,7 +264,7 @@ def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: P
 
 
 def test_choices_keep_their_order_but_behind_prefixes() -> None:
-    assert ordered([(1,), (0, 2), (0,), (0, 2, 1)]) == ((1,), (0,), (0, 2), (0, 2, 1))
+    assert with_prefixes([(1,), (0, 2), (0,), (0, 2, 1)]) == ((1,), (0,), (0, 2), (0, 2, 1))
     assert parents_of([(1,), (0,), (0, 2), (0, 2, 1), (1, 1)]) == (0, 0, 2, 3, 1)
 
 
@@ -277,15 +277,15 @@ def test_calibration_is_brute_force_over_all_trees() -> None:
         if draw.random() < 0.5:
             shares = [row[::-1] for row in shares]
         paths = [path for depth in (1, 2, 3) for path in product(range(3), repeat=depth)]
-        likely = sorted(paths, key=lambda path: -next(value_of(shares, [path])))[:14]
+        likely = sorted(paths, key=lambda path: -next(path_values(shares, [path])))[:14]
         for num in range(1, 7):
             trees = (
                 some
                 for some in combinations(likely, num)
                 if all(p[:-1] in ((), *some) for p in some)
             )
-            best = max(sum(value_of(shares, [*some])) for some in trees)
+            best = max(sum(path_values(shares, [*some])) for some in trees)
             found = best_tree(shares, num)
             assert len(found) == num and found == best_tree(shares, 6)[:num]
-            assert sum(value_of(shares, found)) == pytest.approx(best)
-            assert ordered(found) == (*found,)
+            assert sum(path_values(shares, found)) == pytest.approx(best)
+            assert with_prefixes(found) == (*found,)

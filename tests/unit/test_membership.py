@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.control.gang import Epochs
-from tandem.cluster.control.plan import is_whole, living, plan_gangs
+from tandem.cluster.control.gang_supervisor import EpochCounter
+from tandem.cluster.control.plan import adoptable_ranks, is_complete, plan_gangs
 from tandem.core.config import TandemConfig, load
-from tandem.core.config_shared import differences
+from tandem.core.config_shared import config_differences
 from tandem.core.errors import RankLost
 from tandem.core.info import ModelInfo
 from tandem.core.membership import (
     Gang,
-    Meeting,
     Membership,
     PortAddress,
     RankInfo,
     RankSpec,
     RankState,
+    Rendezvous,
 )
-from tandem.core.pace import LOADING
+from tandem.core.progress import LOADING
 from tandem.core.schema import Failure, decode, pack, unpack
 from tandem.runtime.engine_loop import EngineLoop
-from tandem.runtime.shell import RankShell
+from tandem.runtime.rank_actor import RankActor
 from tests.waiting import turns, until
 
 MODEL = ModelInfo("tiny", "deepseek_v3", 9, 9, (1,), 3, True, "float32")
@@ -41,22 +41,22 @@ def state(gang: str, epoch: int, rank: int = 0, num_ranks: int = 1, **fields: An
 
 
 def names(states: list[RankState]) -> list[list[str]]:
-    return [[state.spec.life for state in gang] for gang in living(states).values()]
+    return [[state.spec.epoch_name for state in gang] for gang in adoptable_ranks(states).values()]
 
 
 def test_what_lives_of_gangs_is_adopted_in_the_order_of_ranks() -> None:
     found = [state("decode-0", 4, 1, 2), state("prefill-0", 3), state("decode-0", 4, 0, 2)]
     assert names(found) == [["prefill-0.3.0"], ["decode-0.4.0", "decode-0.4.1"]]
-    assert all(map(is_whole, living(found).values()))
+    assert all(map(is_complete, adoptable_ranks(found).values()))
 
 
 def test_survivors_and_newcomers_are_adopted_together() -> None:
     """A controller that died while one of two was being replaced left both to its next life."""
     survivor, newcomer = state("decode-0", 4, 0, 2), state("decode-0", 7, 1, 2)
-    newcomer = replace(newcomer, spec=replace(newcomer.spec, room=4))
+    newcomer = replace(newcomer, spec=replace(newcomer.spec, placement_group_epoch=4))
     assert names([newcomer, survivor]) == [["decode-0.4.0", "decode-0.7.1"]]
     assert names([survivor]) == [["decode-0.4.0"]]
-    assert not is_whole([survivor, newcomer]) and not is_whole([survivor])
+    assert not is_complete([survivor, newcomer]) and not is_complete([survivor])
 
 
 def test_who_has_failed_is_not_adopted() -> None:
@@ -69,7 +69,7 @@ def test_the_later_room_and_process_and_the_latest_config_count() -> None:
     stale = state("prefill-0", 3, config='{"mode": "disaggregated"}')
     assert names([stale, state("decode-0", 4)]) == [["decode-0.4.0"]]
     again = state("decode-0", 9, 1, 2)
-    again = replace(again, spec=replace(again.spec, room=4))
+    again = replace(again, spec=replace(again.spec, placement_group_epoch=4))
     found = [again, state("decode-0", 4, 1, 2), state("decode-0", 4, 0, 2)]
     assert names(found) == [["decode-0.4.0", "decode-0.9.1"]]
 
@@ -87,14 +87,14 @@ def test_a_config_asks_for_its_gangs() -> None:
 
 def test_differing_keys_are_named_with_both_values() -> None:
     mine = load(None, ["decode.max_num_seqs=4", "server.max_queued=9"])
-    assert differences(mine, load(None, ["decode.max_num_seqs=4"])) == []
-    found = differences(mine, load(None, ["kv.page_size=16"]))
+    assert config_differences(mine, load(None, ["decode.max_num_seqs=4"])) == []
+    found = config_differences(mine, load(None, ["kv.page_size=16"]))
     assert found == ["decode.max_num_seqs is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
 
 
 @pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
 def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    epochs = Epochs()
+    epochs = EpochCounter()
     monkeypatch.setattr(time, "time", lambda: 1000.5)
     epochs.seen = 3, 0
     assert epochs.next_epoch() == 1_000_500
@@ -108,10 +108,10 @@ def test_a_cluster_after_another_was_stopped_has_other_epochs(
     """Nothing is left that could say which epochs there were; many gangs began at once."""
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
-    first = Epochs()
+    first = EpochCounter()
     last = [first.next_epoch() for _ in range(64)][-1]
     now += 1.0
-    assert Epochs().next_epoch() > last
+    assert EpochCounter().next_epoch() > last
 
 
 def test_a_snapshot_travels_whole() -> None:
@@ -125,7 +125,7 @@ def test_a_snapshot_travels_whole() -> None:
     assert got.gangs[1].failure == Failure("RankLost", "it died")
 
 
-class FakeShell(RankShell):
+class FakeShell(RankActor):
     """``made`` is its rank, or why there is none."""
 
     made: Any = None
@@ -138,7 +138,7 @@ class FakeShell(RankShell):
         if isinstance(self.made, Exception):
             raise self.made
 
-    async def begin(self, spec: RankSpec, memory: Any, meeting: Meeting | None) -> Any:
+    async def start_epoch(self, spec: RankSpec, memory: Any, rendezvous: Rendezvous | None) -> Any:
         return self.made
 
 
@@ -148,14 +148,14 @@ def shell(made: Any) -> FakeShell:
     return made_shell
 
 
-async def ended(one: RankShell, *numbers: int) -> RankState:
-    found = unpack(RankState, await one.who(*numbers))
+async def ended(one: RankActor, *numbers: int) -> RankState:
+    found = unpack(RankState, await one.get_state(*numbers))
 
     async def has_ended() -> bool:
         nonlocal found
-        found = unpack(RankState, await one.who(*numbers))
-        is_loading = (found.doing, found.progress) == (LOADING, 0.25)
-        assert found.info or found.failure or is_loading or found.doing == "importing torch"
+        found = unpack(RankState, await one.get_state(*numbers))
+        is_loading = (found.activity, found.progress) == (LOADING, 0.25)
+        assert found.info or found.failure or is_loading or found.activity == "importing torch"
         return bool(found.info or found.failure)
 
     await until(has_ended)
@@ -172,23 +172,25 @@ async def test_a_shell_answers_from_the_start() -> None:
         stops.append("stopped")
 
     loop = EngineLoop("never started")
-    rank = SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop, num_held=3)
+    rank = SimpleNamespace(info=INFO, loop=loop, handle=handle, stop=stop, num_sequences=3)
     one = shell(rank)
-    first = unpack(RankState, await one.who())
-    assert first.info is None and first.seen == (0, 5) and first.spec.life == "decode-0.5.0"
+    first = unpack(RankState, await one.get_state())
+    assert (
+        first.info is None and first.max_seen == (0, 5) and first.spec.epoch_name == "decode-0.5.0"
+    )
     with pytest.raises(RankLost, match=r"decode-0\.5\.0 is not ready"):
         decode(Failure, await one.call(5, "status", b""))
     ready = await ended(one, 8, 3)
-    assert (ready.seen, ready.info, ready.failure) == ((8, 5), INFO, None)
+    assert (ready.max_seen, ready.info, ready.failure) == ((8, 5), INFO, None)
     assert one.num_loads == 1, "whoever asks and how often"
     assert "secret" not in repr(ready)
     assert await one.call(4, "status", b"!") == b"4 status!", "the rank checks the epoch"
     loop.failure = ValueError("cosmic ray")
-    failed = unpack(RankState, await one.who())
+    failed = unpack(RankState, await one.get_state())
     assert failed.failure == Failure("StepFailed", "the engine stopped: ValueError('cosmic ray')")
     await one.stop()
     assert stops == ["stopped"]
-    assert unpack(RankState, await one.who(2, 99)).seen == (8, 99)
+    assert unpack(RankState, await one.get_state(2, 99)).max_seen == (8, 99)
 
 
 class Hanging:
@@ -219,18 +221,18 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
     async def stop() -> None:
         await asyncio.to_thread(loop.stop, 0.01)
 
-    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
+    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_sequences=0))
     await ended(one)
     loop.start()
     await asyncio.to_thread(engine.entered.wait)
-    again = pack(replace(SPEC, epoch=6)), pack(Meeting("h", 1, 2, b"token"))
-    for call in (one.leave, one.host, lambda: one.join(*again)):
+    again = pack(replace(SPEC, epoch=6)), pack(Rendezvous("h", 1, 2, b"token"))
+    for call in (one.leave, one.open_rendezvous, lambda: one.join(*again)):
         with pytest.raises(RankLost, match=r"decode-0\.5\.0: its engine does not stop"):
             await call()
     engine.go_on.set()
     loop.stop()
     await one.join(*again)
-    assert unpack(RankState, await one.who()).spec.epoch == 6
+    assert unpack(RankState, await one.get_state()).spec.epoch == 6
     await one.leave()
 
 
@@ -242,14 +244,18 @@ async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
         stops.append("stopped")
         await may_end.wait()
 
-    loop = SimpleNamespace(is_running=False, failure=None, watch=SimpleNamespace(pace=lambda: None))
-    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_held=0))
+    loop = SimpleNamespace(
+        is_running=False,
+        failure=None,
+        stall_detector=SimpleNamespace(measure_progress=lambda: None),
+    )
+    one = shell(SimpleNamespace(info=INFO, loop=loop, stop=stop, num_sequences=0))
     await ended(one)
     leaving = [asyncio.create_task(one.leave()) for _ in range(2)]
     await turns()
     may_end.set()
     await asyncio.gather(*leaving)
-    assert stops == ["stopped"] and not unpack(RankState, await one.who()).is_joined
+    assert stops == ["stopped"] and not unpack(RankState, await one.get_state()).is_joined
 
 
 async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() -> None:
@@ -257,15 +263,17 @@ async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() 
     told: list[RankState] = []
 
     async def stop() -> None:
-        told.append(unpack(RankState, await one.who()))
+        told.append(unpack(RankState, await one.get_state()))
 
-    one = shell(SimpleNamespace(info=INFO, loop=EngineLoop("never started"), stop=stop, num_held=0))
-    assert living([await ended(one)])
+    one = shell(
+        SimpleNamespace(info=INFO, loop=EngineLoop("never started"), stop=stop, num_sequences=0)
+    )
+    assert adoptable_ranks([await ended(one)])
     await one.stop()
-    told.append(unpack(RankState, await one.who()))
+    told.append(unpack(RankState, await one.get_state()))
     for said in told:
         assert said.failure == Failure("RankLost", "decode-0.5.0 was told to stop")
-    assert not living(told[:1]) and not living(told[1:])
+    assert not adoptable_ranks(told[:1]) and not adoptable_ranks(told[1:])
 
 
 async def test_a_shell_tells_why_it_failed() -> None:

@@ -8,8 +8,8 @@ import torch
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import load
 from tandem.model.drafters.base import Drafts
-from tandem.model.drafters.merged import merged
-from tandem.model.network.tree import tree_of
+from tandem.model.drafters.merged import merge_chains
+from tandem.model.network.tree import build_tree
 
 MADE = 5, 6, 7
 
@@ -32,10 +32,10 @@ def test_equal_prefixes_stand_once(
     """All paths of the tree, where a child that says what one before it says leads nowhere."""
     chains = (Drafts(torch.tensor([one])) for one in (MADE, looked))
     made, other = chains
-    drafts = merged(made, other._replace(num_B=torch.tensor([num])))
+    drafts = merge_chains(made, other._replace(num_B=torch.tensor([num])))
     assert drafts.parents_BN is not None
     [parents], [tokens] = drafts.parents_BN.tolist(), drafts.tokens_BN.tolist()
-    assert tokens[::2] == [*MADE] and tree_of(drafts.parents_BN, 3).depth == 3
+    assert tokens[::2] == [*MADE] and build_tree(drafts.parents_BN, 3).depth == 3
     found, seen = {0: ()}, set()
     for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
         path = None if found.get(parent) is None else (*found[parent], token)

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from tandem.core.config import PrefillConfig, TandemConfig
+from tandem.core.draft_shapes import chain_shapes
 from tandem.core.identity import Identity
 from tandem.core.info import PREFILL
-from tandem.core.levels import chains
 from tandem.core.membership import RankSpec
 from tandem.core.request import Request, SamplingParams
-from tandem.decode_node.planning.states import Need, Running, Size
+from tandem.decode_node.planning.states import RequestLimits, RequestSize, RunningSequence
 from tandem.decode_node.planning.step_plan import StepKey
 from tandem.decode_node.program.rows import Rows
-from tandem.decode_node.program.step import Shape, decode_step, verify_slots
+from tandem.decode_node.program.step import StepShape, decode_step, verify_slots
 from tandem.kv_transfer.pages import PagePool
-from tandem.model.drafters.base import View
+from tandem.model.drafters.base import DraftContext
 from tandem.model.drafters.mtp import MtpDrafter
-from tandem.model.drafters.mtp_rows import MtpRows, first_pass, later_slots
-from tandem.model.kernels.base import PLAIN
+from tandem.model.drafters.mtp_rows import MtpRows, first_pass_batch, later_slots
+from tandem.model.kernels.base import TORCH_KERNELS
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import MAIN, MTP
 from tandem.model.network.dispatch.base import Dispatch
@@ -97,7 +97,7 @@ class Recorder:
         self.main_passes.append(batch)
         return torch.stack([tag(token_name(int(t))) for t in batch.token_ids_BQ[0]]).unsqueeze(0)
 
-    def tapped(
+    def forward_with_taps(
         self, batch: Batch, caches: object, taps: tuple[int, ...]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self(batch, caches)
@@ -107,7 +107,7 @@ class Recorder:
         """As the MTP layer; an embedding is its token."""
         return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)
 
-    def write(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
+    def write_cache(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
         self.written.append(self._pass(z, batch))
         tokens = [token_name(int(t)) for t in batch.token_ids_BQ.flatten()]
         assert self.written[-1].names == tokens
@@ -148,7 +148,7 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     drafts = [d if len(d) == 1 else "z" for d in (p["output_token"] for p in case["mtp"])]
     network = Recorder(drafts, case["target"].get("output_token", ["x"] * 3))
     loaded = SimpleNamespace(
-        kernels=PLAIN,
+        kernels=TORCH_KERNELS,
         config=SimpleNamespace(hidden_size=NUM_WIDTH, vocab_size=NUM_VOCAB),
         dtype=torch.float32,
         device=torch.device("cpu"),
@@ -161,17 +161,17 @@ def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
     emitted = case.get("previous_emitted", ["E"])
     hidden = case.get("previous_saved_hidden", ["0"] if first else ["D"])
     request = Request("r", (0,) * (case["L"] - 1), sampling=SamplingParams(seed=0))
-    need = Need(Size(case["L"] - 1, 0, 9), len(PAGES), 9)
-    running = Running(Identity("r"), 0, PAGES, need, 1, request, frozenset(), 2, 2)
-    rows.begin(running, token_id(emitted[-1]), None)
+    limits = RequestLimits(RequestSize(case["L"] - 1, 0, 9), len(PAGES), 9)
+    running = RunningSequence(Identity("r"), 0, PAGES, limits, 1, request, frozenset(), 2, 2)
+    rows.add_row(running, token_id(emitted[-1]), None)
     chosen = rows.select(torch.tensor([0]), len(PAGES))
     own = chosen.state.drafter
     for i, (token, name) in enumerate(zip(emitted, hidden, strict=True)):
         own.tokens_BM[0, i] = token_id(token)
         own.hidden_BMD[0, i] = tag(name)
     own.num_pending_B[0] = len(emitted)
-    own.first_B[0] = first
-    key, shape = StepKey(1, 2, 3), Shape(chains(2)[2], None)
+    own.is_first_unknown_B[0] = first
+    key, shape = StepKey(1, 2, 3), StepShape(chain_shapes(2)[2], None)
     return network, decode_step(loaded, caches(), chosen, key, shape)
 
 
@@ -233,7 +233,7 @@ def check_commit(case: dict, output: object) -> None:
     assert emitted == case["emitted"]
     saved = [tag_name(h) for h in rows.hidden_BMD[0, :num_emitted]]
     assert saved == case["saved_hidden"]
-    assert not rows.first_B.any()
+    assert not rows.is_first_unknown_B.any()
 
 
 def test_there_are_both_first_steps() -> None:
@@ -247,7 +247,7 @@ def test_prefill_rows(max_batch_tokens: int) -> None:
     network = Recorder([], case["target"]["output_token"])
     progress: list[Progress] = []
     loaded = SimpleNamespace(
-        kernels=PLAIN,
+        kernels=TORCH_KERNELS,
         network=network,
         drafter=MtpDrafter(network, network),
         dispatch=Dispatch(1),
@@ -301,8 +301,10 @@ def test_index_functions_mix_first_and_later_rows() -> None:
     own = MtpRows(torch.zeros(3, 16), torch.zeros(3, 16, 1), num_emitted, first)
     pages, real = torch.tensor([PAGES] * 3), torch.tensor([True] * 3)
     where = torch.zeros(3, 1), num_known, pages, real, num_known, None
-    view = View(*where, pick=lambda *_: (torch.zeros(3), None), rank=None)
-    rows = first_pass(own, view, 3, PAGE_SIZE)
+    context = DraftContext(
+        *where, sample_draft=lambda *_: (torch.zeros(3), None), top_candidates=None
+    )
+    rows = first_pass_batch(own, context, 3, PAGE_SIZE)
     assert rows.positions_BQ.tolist() == [[4, 5, 6], [5, 6, 7], [6, 7, 8]]
     kept = rows.write_slots_BQ >= PAGE_SIZE
     assert kept.tolist() == [[False] * 3, [True, False, False], [True] * 3]

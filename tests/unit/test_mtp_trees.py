@@ -11,16 +11,16 @@ from torch import Tensor
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
-from tandem.core.levels import Level
+from tandem.core.draft_shapes import DraftShape
 from tandem.core.request import STRICT, Request, SamplingParams
 from tandem.decode_node.planning.step_plan import StepKey
 from tandem.decode_node.program.step import draft
 from tandem.model.drafters.base import Drafts
-from tandem.model.drafters.beams import Candidates, chosen
+from tandem.model.drafters.beams import Candidates, select_tree
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import MTP
 from tandem.model.network.tree import Tree
-from tandem.model.sampling.acceptance import rank_drafts
+from tandem.model.sampling.acceptance import top_candidates
 from tandem.model.sampling.adjust import no_rules, set_rules
 from tandem.model.sampling.sampler import draw
 from tests.trees import path_to
@@ -54,11 +54,11 @@ class TreeSpy(Spy):
 def predictions(loaded: LoadedModel, tokens: list[int], path: list[int]) -> Tensor:
     """Log probabilities of the draft after ``path``, of the whole text, no cache kept."""
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
-    [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+    [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
     ids = tokens[1:]
     for token in [*path, None]:
         batch, num_pages = fresh_rows(ids, 8, 1)
-        output = loaded.drafter.forward(batch, hidden, loaded.allocate(num_pages + 4, 8))
+        output = loaded.drafter.forward(batch, hidden, loaded.allocate_caches(num_pages + 4, 8))
         ids, hidden = [*ids, token], torch.cat((hidden, output[-1:]))
     return loaded.network.logits(output[-1:])[0].log_softmax(0)
 
@@ -127,7 +127,7 @@ def test_a_beam_of_one_drafts_the_chain(folder: Path, loaded: LoadedModel) -> No
 
 def test_each_level_has_the_first_nodes_of_the_next(loaded: LoadedModel) -> None:
     bench = Bench(loaded)
-    levels = loaded.drafter.levels(3)
+    levels = loaded.drafter.draft_shapes(3)
     assert [(one.num_nodes, one.depth) for one in levels] == [
         (0, 0),
         (1, 1),
@@ -195,7 +195,7 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
     logits_BQV = torch.randn(1, 2, 12, generator=torch.Generator().manual_seed(2))
     rows = replace(sampling_rows(asked, one_B), rules=rules)
     of = logits_BQV, rows, one_B, drafts_BM, nodes
-    tokens_BQK, shares_BQK, worth_BQK, *_ = rank_drafts((STRICT,), one_B, *of, 5)
+    tokens_BQK, log_probs_BQK, scores_BQK, *_ = top_candidates((STRICT,), one_B, *of, 5)
     for place, (path, index) in enumerate([((4,), 2), ((5, 6), 3)]):
         left_V = logits_BQV[0, place].clone()
         left_V[[3, *path]] -= 2.0
@@ -203,8 +203,8 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
         for token in tokens_BQK[0, place].tolist():
             assert draw(left_V.unsqueeze(0), plain, torch.tensor([index])).item() == token
             left_V[token] = float("-inf")
-    assert torch.equal(shares_BQK, shares_BQK.sort(2, descending=True).values)
-    assert torch.equal(shares_BQK, worth_BQK)
+    assert torch.equal(log_probs_BQK, log_probs_BQK.sort(2, descending=True).values)
+    assert torch.equal(log_probs_BQK, scores_BQK)
 
 
 def test_candidates_of_equal_scores_stay_behind_their_parents() -> None:
@@ -213,7 +213,7 @@ def test_candidates_of_equal_scores_stay_behind_their_parents() -> None:
     last = infinite, infinite, None
     first = Candidates(torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4).long(), *last)
     more = Candidates(torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 1, 3, 4]]), *last)
-    drafts = chosen([first, more], 7)
+    drafts = select_tree([first, more], 7)
     assert drafts.tokens_BN.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert drafts.parents_BN is not None and drafts.parents_BN.tolist() == [[0, 0, 0, 0, 1, 1, 3]]
-    assert Level(7, 2, None).num_slots == 8
+    assert DraftShape(7, 2, None).num_slots == 8

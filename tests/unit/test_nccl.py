@@ -16,8 +16,8 @@ import torch.distributed as dist
 from tandem.core.errors import HandoverError
 from tandem.kv_transfer import nccl
 from tandem.kv_transfer.base import Channel
-from tandem.kv_transfer.nccl import NcclBackend, NcclWire
-from tandem.net.nccl import SETTINGS, interface_of
+from tandem.kv_transfer.nccl import NcclBackend, NcclTransport
+from tandem.net.nccl import NCCL_SETTINGS, find_interface
 from tests.waiting import PATIENCE_S, wait_until
 
 
@@ -89,7 +89,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Event=Event,
     )
     monkeypatch.setattr(nccl.torch, "cuda", cuda)
-    for name in (*SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
+    for name in (*NCCL_SETTINGS, "NCCL_SOCKET_IFNAME", "TORCH_DISTRIBUTED_DEBUG"):
         monkeypatch.setenv(name, "x")
         monkeypatch.delenv(name)
     yield
@@ -101,7 +101,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def channel(timeout_s: float = PATIENCE_S) -> tuple[Channel, Group]:
     group = Group()
-    return Channel(NcclWire(group, 1, "cuda"), "nccl:p", timeout_s), group
+    return Channel(NcclTransport(group, 1, "cuda"), "nccl:p", timeout_s), group
 
 
 def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
@@ -205,8 +205,8 @@ def test_no_watchdog_acts_on_a_group_and_its_timeout_is_beyond_every_deadline(
     group.Options = lambda: options  # type: ignore[attr-defined]
     monkeypatch.setattr(dist, "ProcessGroupNCCL", group, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-    wire = NcclBackend("127.0.0.1").join(dist.HashStore(), 0)
-    assert options.is_high_priority_stream and vars(wire)["_stream"] == -1, "as steps' streams"
+    transport = NcclBackend("127.0.0.1").join(dist.HashStore(), 0)
+    assert options.is_high_priority_stream and vars(transport)["_stream"] == -1, "as steps' streams"
     told = made[0].environment
     for name in (
         "ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "PROPAGATE_ERROR",
@@ -229,7 +229,7 @@ def test_an_address_of_no_interface_is_the_users_mistake() -> None:
 
 
 def test_interfaces_are_found_by_their_addresses() -> None:
-    assert interface_of("127.0.0.1") == interface_of("localhost") == "lo"
+    assert find_interface("127.0.0.1") == find_interface("localhost") == "lo"
     with open("/proc/net/route") as table:
         rows = [line.split() for line in table.readlines()[1:]]
     way_out = next((row[0] for row in rows if row[1] == "00000000"), None)
@@ -237,4 +237,4 @@ def test_interfaces_are_found_by_their_addresses() -> None:
         return  # a machine with loopback alone
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
         asker.connect(("192.0.2.1", 9))  # sends nothing: the kernel picks the address to send from
-        assert interface_of(asker.getsockname()[0]) == way_out
+        assert find_interface(asker.getsockname()[0]) == way_out

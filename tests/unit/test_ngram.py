@@ -13,7 +13,7 @@ from benchmarks.harness.engines import load
 from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
 from tandem.core.request import Request
-from tandem.model.drafters.ngram import NgramDrafter, continued
+from tandem.model.drafters.ngram import NgramDrafter, find_continuation
 from tandem.model.loaded import LoadedModel
 from tests.kernels import ours
 from tests.unit.test_trees import answers, everything
@@ -21,13 +21,13 @@ from tests.unit.test_trees import answers, everything
 TABLE = Path(__file__).parents[1] / "data" / "ngram_pool.json"
 
 
-def drafts_of(text: list[int], size: int, num: int, *, oldest: bool) -> list[int]:
+def chain_drafts(text: list[int], size: int, num: int, *, oldest: bool) -> list[int]:
     """Beside rows of other lengths; what lies behind a text is none of it. In torch and in C++."""
     other = [0] * (len(text) + 7)
     text_RT = torch.tensor([other, other, text + text[:7] + [0] * (7 - len(text[:7]))])
     of = text_RT, torch.tensor([2, 0]), torch.tensor([len(text), 3]), size, num
     found = []
-    for way in (continued, ours().lookup):
+    for way in (find_continuation, ours().ngram_lookup):
         tokens_BN, num_B = way(*of, oldest=oldest)
         found.append([row[:n] for row, n in zip(tokens_BN.tolist(), num_B.tolist(), strict=True)])
     assert found[0] == found[1]
@@ -55,7 +55,7 @@ def test_the_oldest_place_is_that_of_prompt_lookup() -> None:
     for text, size, num in texts(1000, seed=1):
         theirs = PromptLookupCandidateGenerator(None, num, size, max_length=1000)
         ids, _ = theirs.get_candidates(torch.tensor([text]))
-        assert drafts_of(text, size, num, oldest=True) == ids[0, len(text) :].tolist()
+        assert chain_drafts(text, size, num, oldest=True) == ids[0, len(text) :].tolist()
 
 
 def test_the_newest_place_is_the_last_one_of_the_longest_n_gram_with_a_whole_rest() -> None:
@@ -72,7 +72,7 @@ def test_the_newest_place_is_the_last_one_of_the_longest_n_gram_with_a_whole_res
                 at = max(whole or ends)
                 expected = text[at : at + num]
                 break
-        assert drafts_of(text, size, num, oldest=False) == expected
+        assert chain_drafts(text, size, num, oldest=False) == expected
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_prompt_is_in_the_memory(loaded: LoadedModel, asked: list[Request]) 
     """Without it fewer drafts are right."""
 
     class Forgetful(NgramDrafter):
-        def enter(self, memory: torch.Tensor, row: int, token_ids: object) -> None:
+        def register_row(self, table: torch.Tensor, row: int, token_ids: object) -> None:
             return
 
     accepted = []
@@ -133,4 +133,4 @@ def test_a_table_of_another_pool() -> None:
     table = json.loads(TABLE.read_text())
     assert len(table["cases"]) == 400
     for text, size, num, drafts in table["cases"]:
-        assert drafts_of(text, size, num, oldest=True) == drafts
+        assert chain_drafts(text, size, num, oldest=True) == drafts

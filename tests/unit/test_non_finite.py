@@ -18,7 +18,7 @@ from tests.kernels import native_only
 from tests.often import often
 
 pytestmark = native_only
-NAN, BROKEN, SEED, NUM_TOKENS, NUM_LAYERS = float("nan"), "NonFinite", 8, 10, 3
+NAN, BROKEN, SEED, NUM_TOKENS, NUM_LAYERS = float("nan"), "NonFiniteLogits", 8, 10, 3
 PROMPTS = [[5, 9, 31, 40, 7], list(range(20, 43)), [3, 3, 60, 61], [11, 50, 2, 77, 80, 81, 12]]
 Answer = tuple[list[int], str]
 
@@ -168,8 +168,8 @@ def test_a_page_that_rows_share(clean: Path, kernels: str, num_drafts: int) -> N
     asked = [greedy(f"s{i}", [*PROMPTS[1][:9], 30 + i], NUM_TOKENS) for i in range(3)]
     whole = bench.generate(*asked)
     known = bench.prefill.scheduler._pages.prefixes
-    page = known.take([*PROMPTS[1][:9], 30])[1]
-    bench.pool.release(known.take([*PROMPTS[1][:9], 30]) * 2)
+    page = known.acquire([*PROMPTS[1][:9], 30])[1]
+    bench.pool.release(known.acquire([*PROMPTS[1][:9], 30]) * 2)
     bench.caches[MAIN][0][page, 1, 7] = NAN
     assert bench.generate(*asked, *others) == [([], BROKEN)] * 3 + all_expected(clean)[:1]
     assert bench.generate(*asked) == whole

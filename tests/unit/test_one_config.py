@@ -12,7 +12,7 @@ import pytest
 from tandem.cluster.control.controller import Controller
 from tandem.cluster.control.launch import check_tokenizer
 from tandem.cluster.control.members import RayMembers
-from tandem.cluster.control.next_life import History
+from tandem.cluster.control.restart_policy import RestartHistory
 from tandem.core.config import TINY_MODEL, TandemConfig, load
 from tandem.core.config_shared import shared_digest
 from tandem.core.info import DECODE
@@ -52,7 +52,7 @@ async def test_a_gateway_stops_following_a_cluster_of_another_config(
 ) -> None:
     controller = FakeController(OTHER, DEAD)
     members = RayMembers(MINE, controller, Membership((1, 6), (DEAD,), shared_digest(MINE)))
-    now = await members.changed((1, 6))
+    now = await members.wait_for_change((1, 6))
     assert now.version == (1, 7) and now.gangs == ()
     assert "decode.max_num_seqs is 3 there, 16 here" in caplog.text
 
@@ -60,7 +60,7 @@ async def test_a_gateway_stops_following_a_cluster_of_another_config(
 async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
     controller = FakeController(MINE, DEAD)
     members = RayMembers(MINE, controller, Membership((1, 6), (), shared_digest(MINE)))
-    assert (await members.changed((1, 6))).gangs == (DEAD,)
+    assert (await members.wait_for_change((1, 6))).gangs == (DEAD,)
 
 
 async def test_another_config_is_refused_although_every_gang_is_down() -> None:
@@ -68,7 +68,7 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
     controller = Controller()
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))
-    controller._gangs = {"decode-0": SimpleNamespace(history=History(has_served=True))}  # type: ignore[dict-item]
+    controller._gangs = {"decode-0": SimpleNamespace(history=RestartHistory(has_served=True))}  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"decode\.max_num_seqs is 16 there, 3 here.*tandem stop"):
         await controller._attach(OTHER)
     assert controller._config is MINE

@@ -16,7 +16,7 @@ from benchmarks.harness import tiny
 from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Batch, Segment, pack, physical_slots
+from tandem.model.network.batch import Batch, Segment, pack_segments, physical_slots
 from tandem.model.network.cache import MAIN, MTP
 from tests.numerics import assert_near, network_rounding
 
@@ -60,7 +60,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 def rows(ids: list[int], lo: int, hi: int, page_size: int, *, packed: bool) -> Batch:
     if packed:
-        return pack([Segment(ids[lo:hi], lo, PAGES)], page_size, torch.device("cpu"))
+        return pack_segments([Segment(ids[lo:hi], lo, PAGES)], page_size, torch.device("cpu"))
     slots = torch.arange(lo, hi).unsqueeze(0)
     table = torch.tensor([PAGES])
     keep = torch.ones_like(slots, dtype=torch.bool)
@@ -83,7 +83,7 @@ def check(loaded: LoadedModel, got: Tensor, reference: Tensor) -> None:
 def test_logits(checkpoint: Path) -> None:
     """Packed and absorbed, in pieces, over scattered pages with a poisoned dummy page."""
     loaded = load(checkpoint)
-    caches = loaded.allocate(10, 8)
+    caches = loaded.allocate_caches(10, 8)
     for cache in caches[MAIN]:
         cache[0] = POISON
     ids = prompt(40)
@@ -104,7 +104,7 @@ def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
     ids = prompt(30, seed=1)
     reference_hidden, reference_logits = tiny.reference_mtp(checkpoint, ids)
     for packed in (True, False):
-        caches = loaded.allocate(10, 8)
+        caches = loaded.allocate_caches(10, 8)
         with torch.inference_mode():
             hidden = loaded.network(rows(ids, 0, len(ids), 8, packed=True), caches)
             batch = rows(ids[1:], 0, len(ids) - 1, 8, packed=packed)
@@ -153,10 +153,10 @@ def reference_argmax(checkpoint: Path, ids: tuple[int, ...], tokens: tuple[int, 
 
 
 def test_a_checkpoint_without_its_mtp_layer_is_served_plainly(tmp_path: Path) -> None:
-    tiny.write_tiny(tmp_path, seed=7, num_mtp=0)
+    tiny.write_tiny(tmp_path, seed=7, num_mtp_layers=0)
     loaded = load(tmp_path)
     assert not loaded.has_mtp and loaded.drafter.name == "none"
-    assert MTP not in [group.name for group in loaded.groups]
+    assert MTP not in [group.name for group in loaded.cache_groups]
     bench = Bench(loaded)
     ids = prompt(9)
     [(tokens, _)] = bench.generate(greedy("r", ids, 12, ignore_eos=True))

@@ -12,15 +12,15 @@ from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.core.identity import Identity
 from tandem.model.drafters.base import UNKNOWN
 from tandem.model.loaded import LoadedModel
-from tandem.model.network.batch import Segment, pack
+from tandem.model.network.batch import Segment, pack_segments
 from tandem.model.network.cache import MAIN, MTP, Caches
-from tandem.prefill_node.planner import fullest
+from tandem.prefill_node.planner import max_num_tokens
 from tandem.runtime.lockstep import LocalPlanner, Plan
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 4
 TABLES = [[3, 8, 1, 6], [2, 9, 5], [7, 4]]
-LENGTHS = [(9, 14), (0, 11), (4, 5)]
+DRAFT_LENGTH_POLICIES = [(9, 14), (0, 11), (4, 5)]
 """Tokens [lo, hi) that the step computes of each sequence."""
 
 
@@ -33,7 +33,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 def ids_of(sequence: int) -> list[int]:
     generator = torch.Generator().manual_seed(sequence)
-    return torch.randint(5, 90, (LENGTHS[sequence][1],), generator=generator).tolist()
+    return torch.randint(5, 90, (DRAFT_LENGTH_POLICIES[sequence][1],), generator=generator).tolist()
 
 
 def segment(sequence: int, lo: int, hi: int) -> Segment:
@@ -42,27 +42,27 @@ def segment(sequence: int, lo: int, hi: int) -> Segment:
 
 def caches_before(loaded: LoadedModel, poison: float = 0.0) -> Caches:
     """What earlier steps computed of the sequences, each on its own."""
-    caches = loaded.allocate(10, PAGE_SIZE)
+    caches = loaded.allocate_caches(10, PAGE_SIZE)
     for cache in caches[MAIN] + caches[MTP]:
         cache[0] = poison
-    for sequence, (lo, _) in enumerate(LENGTHS):
+    for sequence, (lo, _) in enumerate(DRAFT_LENGTH_POLICIES):
         if lo > 0:
-            loaded.network(pack([segment(sequence, 0, lo)], PAGE_SIZE, CPU), caches)
+            loaded.network(pack_segments([segment(sequence, 0, lo)], PAGE_SIZE, CPU), caches)
     return caches
 
 
 def packed(loaded: LoadedModel, caches: Caches, num_rows: int = 0) -> Tensor:
     """Hidden states [T, D] of all sequences' tokens in one forward."""
-    segments = [segment(i, lo, hi) for i, (lo, hi) in enumerate(LENGTHS)]
-    return loaded.network(pack(segments, PAGE_SIZE, CPU, num_rows), caches)[0]
+    segments = [segment(i, lo, hi) for i, (lo, hi) in enumerate(DRAFT_LENGTH_POLICIES)]
+    return loaded.network(pack_segments(segments, PAGE_SIZE, CPU, num_rows), caches)[0]
 
 
 @torch.inference_mode()
 def test_segments_do_not_see_each_other(loaded: LoadedModel) -> None:
     alone_caches, packed_caches = caches_before(loaded), caches_before(loaded)
     alone = [
-        loaded.network(pack([segment(i, lo, hi)], PAGE_SIZE, CPU), alone_caches)[0]
-        for i, (lo, hi) in enumerate(LENGTHS)
+        loaded.network(pack_segments([segment(i, lo, hi)], PAGE_SIZE, CPU), alone_caches)[0]
+        for i, (lo, hi) in enumerate(DRAFT_LENGTH_POLICIES)
     ]
     assert torch.equal(packed(loaded, packed_caches), torch.cat(alone))
     for one, other in zip(alone_caches[MAIN], packed_caches[MAIN], strict=True):
@@ -84,8 +84,8 @@ def test_padding_writes_to_the_dummy_page_and_changes_nothing(loaded: LoadedMode
 
 def test_rows_that_only_fill_up_are_marked() -> None:
     segments = [segment(1, 0, 11), segment(2, 4, 5)]
-    assert pack(segments, PAGE_SIZE, CPU).real_BQ is None
-    batch = pack(segments, PAGE_SIZE, CPU, 16)
+    assert pack_segments(segments, PAGE_SIZE, CPU).real_BQ is None
+    batch = pack_segments(segments, PAGE_SIZE, CPU, 16)
     assert batch.real_BQ is not None and batch.real_BQ.tolist() == [[True] * 12 + [False] * 4]
     assert (batch.write_slots_BQ[0, 12:] < PAGE_SIZE).all()
 
@@ -93,7 +93,7 @@ def test_rows_that_only_fill_up_are_marked() -> None:
 @torch.inference_mode()
 def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> None:
     """The others are those of a step that knew all tokens."""
-    batch = pack([segment(1, 0, 11), segment(2, 0, 5)], PAGE_SIZE, CPU)
+    batch = pack_segments([segment(1, 0, 11), segment(2, 0, 5)], PAGE_SIZE, CPU)
     known, unknown = caches_before(loaded), caches_before(loaded)
     hidden = loaded.network(batch, known)
     loaded.drafter.prefill(batch, torch.tensor([[17], [18]]), hidden, known)
@@ -112,9 +112,9 @@ class Counted:
         self.forwards: list[int] = []
         self.heads: list[int] = []
 
-    def tapped(self, batch, *rest):  # type: ignore[no-untyped-def]
+    def forward_with_taps(self, batch, *rest):  # type: ignore[no-untyped-def]
         self.forwards.append(batch.token_ids_BQ.numel())
-        return self._network.tapped(batch, *rest)  # type: ignore[attr-defined]
+        return self._network.forward_with_taps(batch, *rest)  # type: ignore[attr-defined]
 
     def logits(self, hidden):  # type: ignore[no-untyped-def]
         self.heads.append(len(hidden))
@@ -154,7 +154,7 @@ class Fuller(LocalPlanner[int, int]):
     """The planner of a gang whose other rank always has more tokens."""
 
     def __init__(self, num_more: int) -> None:
-        super().__init__(fullest)
+        super().__init__(max_num_tokens)
         self.proposals: list[int] = []
         self._num_more = num_more
 
@@ -180,6 +180,6 @@ def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedM
 
 
 def test_the_fullest_rank_decides_and_without_work_there_is_no_step() -> None:
-    assert fullest([3, 0, 7]) == 7
-    assert fullest([0, 0]) is None
-    assert LocalPlanner(fullest).plan(2) == Plan(1, 2)
+    assert max_num_tokens([3, 0, 7]) == 7
+    assert max_num_tokens([0, 0]) is None
+    assert LocalPlanner(max_num_tokens).plan(2) == Plan(1, 2)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load, planner_of
-from tandem.core.levels import Level, chains
+from tandem.core.draft_shapes import DraftShape, chain_shapes
 from tandem.core.request import Request
-from tandem.decode_node.planning.lengths import most_wanted
+from tandem.decode_node.planning.draft_length import choose_largest
 from tandem.decode_node.planning.step_plan import Proposal, StepKey, StepPlan
 from tandem.decode_node.planning.step_planner import StepPlanner
-from tandem.model.checkpoint.tensors import each, select
-from tandem.model.drafters.base import Drafts, Own, View
+from tandem.model.checkpoint.tensors import map_tensors, select_rows
+from tandem.model.drafters.base import DraftContext, DrafterState, Drafts
 from tandem.model.drafters.mtp import MtpLayer
-from tandem.model.drafters.mtp_rows import Pending
+from tandem.model.drafters.mtp_rows import MtpCatchUp
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import Caches
@@ -46,12 +46,18 @@ class BusyGang(LocalPlanner):
     """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
-        super().__init__(StepPlanner(BUCKETS, chains(NUM_DRAFTS), most_wanted, Pending(NUM_DRAFTS)))
-        self.is_asked = is_busy
+        super().__init__(
+            StepPlanner(BUCKETS, chain_shapes(NUM_DRAFTS), choose_largest, MtpCatchUp(NUM_DRAFTS))
+        )
+        self.is_step_requested = is_busy
 
     def plan(self, proposal: Proposal) -> Plan:
         plan = super().plan(proposal)
-        return replace(plan, key=StepPlan(KEY)) if plan.key is None and self.is_asked else plan
+        return (
+            replace(plan, key=StepPlan(KEY))
+            if plan.key is None and self.is_step_requested
+            else plan
+        )
 
 
 class Witness(Spy):
@@ -61,9 +67,16 @@ class Witness(Spy):
         super().__init__(inner)
         self.real: list[list[bool]] = []
 
-    def draft(self, own: Own, view: View, level: Level, amount: int, caches: Caches) -> Drafts:
-        self.real.append(view.real_B.tolist())
-        return super().draft(own, view, level, amount, caches)
+    def draft(
+        self,
+        state: DrafterState,
+        context: DraftContext,
+        draft_shape: DraftShape,
+        catch_up_width: int,
+        caches: Caches,
+    ) -> Drafts:
+        self.real.append(context.real_B.tolist())
+        return super().draft(state, context, draft_shape, catch_up_width, caches)
 
 
 def requests() -> list[Request]:
@@ -88,7 +101,11 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
 ) -> None:
     """Every pass, at the planned shape; and its caches, rows and pages are as before."""
     spy, batches, passes = Witness(loaded.drafter), [], []
-    tapped, predict, write = type(loaded.network).tapped, MtpLayer.predict, MtpLayer.write
+    tapped, predict, write = (
+        type(loaded.network).forward_with_taps,
+        MtpLayer.predict,
+        MtpLayer.write_cache,
+    )
 
     def recording(network: object, batch: Batch, *rest: object) -> object:
         batches.append(batch)
@@ -102,12 +119,12 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
         passes.append(batch)
         write(layer, z, batch, *rest)
 
-    monkeypatch.setattr(type(loaded.network), "tapped", recording)
+    monkeypatch.setattr(type(loaded.network), "forward_with_taps", recording)
     monkeypatch.setattr(MtpLayer, "predict", recording_predict)
-    monkeypatch.setattr(MtpLayer, "write", recording_write)
+    monkeypatch.setattr(MtpLayer, "write_cache", recording_write)
     bench = bench_of(replace(loaded, drafter=spy), overlap=overlap, planner=BusyGang())
     everyone = torch.arange(NUM_ROWS + 1)
-    rows = each(Tensor.clone, select(bench.decode._launcher.rows._table, everyone))
+    rows = map_tensors(Tensor.clone, select_rows(bench.decode._launcher.rows._table, everyone))
     before = pages_of(bench)
     for _ in range(5):
         bench.decode.step()
@@ -121,7 +138,7 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
     assert not any(batch.real_BQ.any() for batch in passes)
     assert len(bench.frames) == 5 and not bench.updates()
     assert all(map(torch.equal, before, pages_of(bench)))
-    check_equal(rows, select(bench.decode._launcher.rows._table, everyone))
+    check_equal(rows, select_rows(bench.decode._launcher.rows._table, everyone))
     bench.decode.scheduler.check_integrity()
     assert bench.decode.program_s > 0
 
@@ -131,7 +148,7 @@ def check_equal(rows: object, others: object) -> None:
         assert torch.equal(one, other)
         return one
 
-    each(check, rows, others)
+    map_tensors(check, rows, others)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -141,10 +158,10 @@ def test_answers_between_dummy_steps_are_those_of_a_rank_alone(
     gang = BusyGang()
     bench = bench_of(loaded, overlap=overlap, planner=gang)
     for _ in range(2):
-        gang.is_asked = True
+        gang.is_step_requested = True
         for _ in range(7):
             bench.decode.step()
-        gang.is_asked = False
+        gang.is_step_requested = False
         assert bench.generate(*requests()) == alone
     bench.check_empty()
 
@@ -166,9 +183,9 @@ def test_whatever_padding_holds_no_real_row_changes(
 def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) -> None:
     bench = bench_of(loaded, planner=BusyGang(is_busy=False))
     table, padding = bench.decode._launcher.rows._table, torch.tensor([NUM_ROWS])
-    before = each(Tensor.clone, select(table, padding))
+    before = map_tensors(Tensor.clone, select_rows(table, padding))
     bench.generate(*requests())
-    check_equal(before, select(table, padding))
+    check_equal(before, select_rows(table, padding))
     assert int(before.state.num_known_B) == 2 and not before.real_B.any()
 
 
@@ -178,7 +195,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
 ) -> None:
     """The plan stands; the others do not notice."""
 
-    class Cut(LocalPlanner):
+    class SparseWindow(LocalPlanner):
         def plan(self, proposal: Proposal) -> Plan:
             plan = super().plan(proposal)
             if plan.step == 4:
@@ -186,7 +203,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
                 assert bench.drop("r1")
             return plan
 
-    planner = Cut(planner_of(loaded, NUM_DRAFTS, most_wanted))
+    planner = SparseWindow(planner_of(loaded, NUM_DRAFTS, choose_largest))
     bench = bench_of(loaded, overlap=overlap, planner=planner)
     answers = bench.generate(*requests())
     assert answers[0] == alone[0] and answers[2] == alone[2]

@@ -118,7 +118,7 @@ def test_pages_fill_a_gpu_but_for_what_steps_need(
     tiny.write_tiny(tmp_path, seed=3)
     config = load_config(None, [f"model.path={tmp_path}", "kv.page_size=8"])
     loaded = load_model(config, DECODE)
-    page = sum(cache.nbytes for group in loaded.allocate(1, 8).values() for cache in group)
+    page = sum(cache.nbytes for group in loaded.allocate_caches(1, 8).values() for cache in group)
     bounds = torch.device("cuda"), loaded.max_model_len, loaded.bytes_per_token
     least = -(-(loaded.max_model_len + 8) // 8) + 1
     memory = [int((least + 0.5) * page) + 10**6, 10**7]

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.model.drafters.base import Emitted
-from tandem.model.drafters.ngram import PooledDrafter
-from tandem.model.drafters.pool import NUM_SLOTS, Pool, hashes, recalled
+from tandem.model.drafters.ngram import SharedNgramDrafter
+from tandem.model.drafters.ngram_table import NUM_SLOTS, NgramTable, hash_ngrams, lookup_drafts
 from tests.small import write_small
 
 MOST = 3
 
 
-def told(drafter: PooledDrafter, memory: tuple[Tensor, Pool], row: int, text: list[int]) -> None:
+def told(
+    drafter: SharedNgramDrafter, table: tuple[Tensor, NgramTable], row: int, text: list[int]
+) -> None:
     """A text of which a step gives up to three tokens; what it did not accept is noise."""
-    drafter.enter(memory, row, text[:5])
+    drafter.register_row(table, row, text[:5])
     draw, at = random.Random(len(text)), 5
     while at < len(text):
         num = min(draw.randint(1, 3), len(text) - at)
@@ -26,18 +28,18 @@ def told(drafter: PooledDrafter, memory: tuple[Tensor, Pool], row: int, text: li
         tokens = torch.tensor([text[at : at + num] + noise])
         at += num
         step = Emitted(tokens, torch.tensor([num]), torch.zeros(1, 3, 0))
-        drafter.note(memory, torch.tensor([row]), torch.tensor([at]), step)
+        drafter.update_table(table, torch.tensor([row]), torch.tensor([at]), step)
 
 
 @pytest.mark.parametrize("oldest", [False, True])
 def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
     """N-grams of texts that came and went by the same few rows; each draft by the longest one."""
-    draw, drafter = random.Random(7), PooledDrafter(MOST, oldest=oldest)
-    memory = drafter.memory(4, 64, torch.device("cpu"))
+    draw, drafter = random.Random(7), SharedNgramDrafter(MOST, oldest=oldest)
+    table = drafter.create_table(4, 64, torch.device("cpu"))
     known: dict[tuple[int, ...], list[int]] = {}
     for i in range(40):
         text = [draw.randrange(12) for _ in range(draw.randint(8, 40))]
-        told(drafter, memory, i % 4, text)
+        told(drafter, table, i % 4, text)
         for at in range(1, len(text)):
             for size in range(1, min(MOST, at) + 1):
                 known.setdefault((*text[at - size : at],), []).append(text[at])
@@ -45,7 +47,7 @@ def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
     for _ in range(200):
         text = [draw.randrange(13) for _ in range(draw.randint(1, 6))]
         last = torch.tensor([([0] * MOST + text)[-MOST:]])
-        tokens, num = recalled(memory[1], last, torch.tensor([len(text)]), 4)
+        tokens, num = lookup_drafts(table[1], last, torch.tensor([len(text)]), 4)
         for token in tokens[0, : int(num)].tolist():
             sizes = [n for n in range(MOST, 0, -1) if len(text) >= n and (*text[-n:],) in known]
             followers = known[(*text[-sizes[0] :],)]
@@ -63,15 +65,15 @@ def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
 
 def test_an_n_gram_in_anothers_place_is_not_there() -> None:
     """What is found has the whole hash, not the slot alone."""
-    pool = Pool.on(torch.device("cpu"))
+    pool = NgramTable.empty(torch.device("cpu"))
     last = torch.tensor([[3, 4, 5]])
-    [[found]] = hashes(last.unsqueeze(1)).tolist()
+    [[found]] = hash_ngrams(last.unsqueeze(1)).tolist()
     slots = [one % NUM_SLOTS for one in found]
     pool.hash_S[slots] = torch.tensor(found) + NUM_SLOTS
     pool.token_S[slots] = 7
-    assert recalled(pool, last, torch.tensor([3]), 2)[1].tolist() == [0]
+    assert lookup_drafts(pool, last, torch.tensor([3]), 2)[1].tolist() == [0]
     pool.hash_S[slots] = torch.tensor(found)
-    tokens, num = recalled(pool, last, torch.tensor([3]), 1)
+    tokens, num = lookup_drafts(pool, last, torch.tensor([3]), 1)
     assert (tokens.tolist(), num.tolist()) == ([[7]], [1])
     assert len({*found}) == MOST
 

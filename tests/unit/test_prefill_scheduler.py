@@ -8,17 +8,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tandem.core.errors import HandoverError
 from tandem.core.identity import Identity
 from tandem.core.request import Request, SamplingParams
-from tandem.core.turns import FRESH_SHARE, is_fresh_turn
+from tandem.core.turns import NEW_REQUEST_SHARE, is_new_turn
 from tandem.kv_transfer.pages import PagePool
-from tandem.prefill_node.page_source import AdoptedPages, PageSource
-from tandem.prefill_node.scheduler import SHORT_SHARE, Scheduler
-from tandem.prefill_node.sequence import Sequence
+from tandem.prefill_node.page_source import DecodeRowPages, PageSource
+from tandem.prefill_node.scheduler import SHORT_PROMPT_SHARE, Scheduler
+from tandem.prefill_node.sequence import PrefillSequence
 
 SIZE, BUDGET = 4, 7
 
 
 def request(prompt: tuple[int, ...], output: tuple[int, ...] = ()) -> Request:
-    return Request("r", prompt, output, SamplingParams(seed=0), is_begun=bool(output))
+    return Request("r", prompt, output, SamplingParams(seed=0), is_resumed=bool(output))
 
 
 def compute(scheduler: Scheduler, first_token: int = 5) -> None:
@@ -30,7 +30,7 @@ def tokens(num: int, start: int = 0) -> tuple[int, ...]:
     return tuple(range(start, start + num))
 
 
-def admit(scheduler: Scheduler, num: int, *output: int) -> Sequence:
+def admit(scheduler: Scheduler, num: int, *output: int) -> PrefillSequence:
     """A prompt of ``num`` tokens that begins like no other."""
     start = 1000 * (len(scheduler.sequences) + 1)
     return scheduler.admit(Identity("r"), request(tokens(num, start), output))
@@ -57,14 +57,14 @@ def test_one_place_in_so_many_is_for_a_prompt_that_has_not_begun() -> None:
     scheduler = Scheduler(PageSource(PagePool(5, SIZE)), 100)
     holds = admit(scheduler, 16)
     fresh = [admit(scheduler, 16) for _ in range(2)]
-    for _ in range(2 * FRESH_SHARE):
+    for _ in range(2 * NEW_REQUEST_SHARE):
         admit(scheduler, 15, 7)
     placed = []
     while scheduler.num_queued:
         scheduler.drop(holds.identity)
         [holds] = [one for one in scheduler.sequences.values() if one.pages]
         placed.append(holds in fresh)
-    turns = [False] * (FRESH_SHARE - 1) + [True]
+    turns = [False] * (NEW_REQUEST_SHARE - 1) + [True]
     assert placed == turns * 2 + [False] * 2
 
 
@@ -97,8 +97,8 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.pool = PagePool(12, SIZE)
         self.scheduler = Scheduler(self.source(), BUDGET)
-        self.begun: list[Sequence] = []
-        self.fresh: list[Sequence] = []
+        self.begun: list[PrefillSequence] = []
+        self.fresh: list[PrefillSequence] = []
         self.num_begun = 0
 
     def source(self) -> PageSource:
@@ -107,15 +107,15 @@ class Traffic(RuleBasedStateMachine):
     @rule(
         shared=st.integers(0, 28),
         own=st.lists(st.integers(0, 2), min_size=1, max_size=12),
-        is_begun=st.booleans(),
+        is_resumed=st.booleans(),
     )
-    def admit(self, shared: int, own: list[int], is_begun: bool) -> None:
-        asked = request((*range(100, 100 + shared), *own), (3,) if is_begun else ())
+    def admit(self, shared: int, own: list[int], is_resumed: bool) -> None:
+        asked = request((*range(100, 100 + shared), *own), (3,) if is_resumed else ())
         sequence = self.scheduler.admit(Identity("r"), asked)
-        (self.begun if is_begun else self.fresh).append(sequence)
+        (self.begun if is_resumed else self.fresh).append(sequence)
 
-    def next_queue(self) -> list[Sequence]:
-        is_fresh = is_fresh_turn(self.num_begun, bool(self.begun), bool(self.fresh))
+    def next_queue(self) -> list[PrefillSequence]:
+        is_fresh = is_new_turn(self.num_begun, bool(self.begun), bool(self.fresh))
         return self.fresh if is_fresh else self.begun
 
     @rule()
@@ -125,7 +125,7 @@ class Traffic(RuleBasedStateMachine):
         assert bool(chunks) == bool(before)
         assert sum(chunk.num_tokens for chunk in chunks) <= BUDGET
         if chunks:
-            first, share = self.scheduler._waiting[0], BUDGET - BUDGET // SHORT_SHARE
+            first, share = self.scheduler._waiting[0], BUDGET - BUDGET // SHORT_PROMPT_SHARE
             assert chunks[0].sequence is first, "the first is passed"
             assert chunks[0].num_tokens >= min(first.num_left, share)
         for chunk in chunks:
@@ -185,7 +185,7 @@ class Rows(dict[Identity, tuple[int, ...]]):
             raise HandoverError(f"{identity} has no row here")
         return self[identity]
 
-    def share(self, identity: Identity, known: list[int]) -> tuple[int, ...]:
+    def use_prefix_pages(self, identity: Identity, known: list[int]) -> tuple[int, ...]:
         pages = self.pages_of(identity)
         self._pool.release(pages[: len(known)])
         self[identity] = (*known, *pages[len(known) :])
@@ -200,7 +200,7 @@ class AdoptingTraffic(RuleBasedStateMachine):
         self.pool = PagePool(30, SIZE)
         self.rows = Rows(self.pool)
         self.scheduler = Scheduler(
-            AdoptedPages(self.pool, 1, self.rows.pages_of, self.rows.share), BUDGET
+            DecodeRowPages(self.pool, 1, self.rows.pages_of, self.rows.use_prefix_pages), BUDGET
         )
 
     @rule(shared=st.integers(0, 12), own=st.lists(st.integers(0, 2), min_size=1, max_size=12))
@@ -259,7 +259,7 @@ for case in (TestTraffic, TestAdoptingTraffic):
 def test_a_prompt_is_computed_in_its_rows_pages() -> None:
     pool = PagePool(20, SIZE)
     rows = Rows(pool)
-    scheduler = Scheduler(AdoptedPages(pool, 1, rows.pages_of, rows.share), 100)
+    scheduler = Scheduler(DecodeRowPages(pool, 1, rows.pages_of, rows.use_prefix_pages), 100)
     a, b = Identity("a"), Identity("b")
     rows[a], rows[b] = tuple(pool.allocate(5)), tuple(pool.allocate(5))
     scheduler.admit(a, request(tokens(14)))
@@ -282,7 +282,7 @@ def test_a_prompt_is_computed_in_its_rows_pages() -> None:
 def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
     pool = PagePool(20, SIZE)
     rows = Rows(pool)
-    scheduler = Scheduler(AdoptedPages(pool, 1, rows.pages_of, rows.share), 100)
+    scheduler = Scheduler(DecodeRowPages(pool, 1, rows.pages_of, rows.use_prefix_pages), 100)
     with pytest.raises(HandoverError, match="has no row here"):
         scheduler.admit(Identity("a"), request(tokens(5)))
     assert (
@@ -309,7 +309,7 @@ def test_a_prompt_ends_in_a_chunk_of_as_many_tokens_as_entries_depend_on(
             scheduler.admit(Identity(f"{twice}-{i}"), request(tokens(num, 1000 * i)))
             for i, num in enumerate(lengths)
         ]
-        starts = {one.identity: one.num_done for one in admitted}
+        starts = {one.identity: one.num_computed for one in admitted}
         while chunks := scheduler.next_chunks():
             assert all(chunk.num_tokens > 0 for chunk in chunks)
             assert sum(chunk.num_tokens for chunk in chunks) < budget + least

@@ -7,13 +7,13 @@ from tandem.core.request import Request, SamplingParams
 from tandem.kv_transfer.pages import PagePool
 from tandem.prefill_node.page_source import PageSource
 from tandem.prefill_node.prefix_cache import PrefixCache
-from tandem.prefill_node.scheduler import SHORT_SHARE, Scheduler
-from tandem.prefill_node.sequence import Sequence
+from tandem.prefill_node.scheduler import SHORT_PROMPT_SHARE, Scheduler
+from tandem.prefill_node.sequence import PrefillSequence
 
 SIZE = 4
 
 
-def admit(scheduler: Scheduler, name: str, ids: tuple[int, ...]) -> Sequence:
+def admit(scheduler: Scheduler, name: str, ids: tuple[int, ...]) -> PrefillSequence:
     return scheduler.admit(Identity(name), Request(name, ids, sampling=SamplingParams(seed=0)))
 
 
@@ -41,7 +41,7 @@ def test_an_equal_beginning_is_not_computed_twice() -> None:
     first = admit(scheduler, "a", ids)
     finish(scheduler)
     second = admit(scheduler, "b", (*ids[:9], 50, 51))
-    assert second.num_cached == second.num_done == 8
+    assert second.num_cached == second.num_computed == 8
     assert second.pages[:2] == first.pages[:2] and second.pages[2] not in first.pages
     [chunk] = scheduler.next_chunks()
     assert (chunk.lo, chunk.hi) == (8, 11)
@@ -79,7 +79,7 @@ def test_cached_pages_give_way_to_new_prompts() -> None:
 def test_a_short_prompt_does_not_wait_for_a_long_one(budget: int) -> None:
     scheduler = Scheduler(PageSource(PagePool(2000, SIZE)), budget)
     admit(scheduler, "long", tuple(range(4000)))
-    short = tuple(range(9000, 9000 + budget // SHORT_SHARE))
+    short = tuple(range(9000, 9000 + budget // SHORT_PROMPT_SHARE))
     admit(scheduler, "short", short)
     chunks = scheduler.next_chunks()
     assert [c.sequence.request.request_id for c in chunks] == ["long", "short"]
@@ -100,9 +100,9 @@ def test_the_cache_is_its_pools_reclaimer() -> None:
     pool = PagePool(4, SIZE)
     cache = PrefixCache(pool)
     pages = pool.allocate(3)
-    cache.publish(tuple(range(13)), pages)
+    cache.insert(tuple(range(13)), pages)
     pool.release(pages)
     assert (len(cache), pool.num_free, pool.num_available) == (3, 0, 3)
     assert len(pool.allocate(2)) == 2
     assert len(cache) == 1, "the beginning is kept longest"
-    assert cache.take(tuple(range(13))) == pages[:1]
+    assert cache.acquire(tuple(range(13))) == pages[:1]

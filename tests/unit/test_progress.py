@@ -16,12 +16,12 @@ import pytest
 from tandem.cluster.gateway.checks import request_id
 from tandem.core.errors import RankLost
 from tandem.core.identity import Identity
-from tandem.core.membership import InStep, RankSpec
+from tandem.core.membership import InFlightBatch, RankSpec
 from tandem.core.schema import pack
-from tandem.runtime.black_box import MAX_NOTED, BlackBox, read_box
+from tandem.runtime.crash_journal import MAX_RECORDED, CrashJournal, read_crash_journal
 from tandem.runtime.engine_loop import MAX_FAILED_STEPS, EngineLoop
-from tandem.runtime.shell import RankShell
-from tandem.runtime.watch import NUM_RECENT, Watch, waited_for_cpu_s
+from tandem.runtime.rank_actor import RankActor
+from tandem.runtime.stall_detector import NUM_RECENT_TURNS, StallDetector, read_cpu_wait_s
 from tests.waiting import PATIENCE_S, until
 
 LEAST_S = 10.0
@@ -35,67 +35,67 @@ class Clock:
         return self.now
 
 
-def turn(watch: Watch, clock: Clock, seconds: float) -> None:
+def turn(watch: StallDetector, clock: Clock, seconds: float) -> None:
     """One turn, asked after every second."""
-    watch.begin()
+    watch.start_turn()
     for _ in range(int(seconds)):
         clock.now += 1
-        watch.pace()
+        watch.measure_progress()
     clock.now += seconds % 1
-    watch.end()
+    watch.end_turn()
 
 
 def test_a_turn_is_stuck_only_beyond_the_bound_that_long_turns_raise() -> None:
     clock = Clock()
-    watch = Watch(LEAST_S, clock)
-    assert (watch.pace().busy_s, watch.pace().bound_s) == (0.0, LEAST_S)
-    watch.begin()
+    watch = StallDetector(LEAST_S, clock)
+    assert (watch.measure_progress().busy_s, watch.measure_progress().timeout_s) == (0.0, LEAST_S)
+    watch.start_turn()
     for second in range(1, 12):
         clock.now += 1
-        pace = watch.pace()
-        assert pace.busy_s == second and pace.is_stuck == (second > LEAST_S)
-    watch.end()
-    assert watch.pace().num_turns == 1 and watch.pace().bound_s == 110.0
+        progress = watch.measure_progress()
+        assert progress.busy_s == second and progress.is_stalled == (second > LEAST_S)
+    watch.end_turn()
+    assert watch.measure_progress().num_turns == 1 and watch.measure_progress().timeout_s == 110.0
     turn(watch, clock, 60.0)
-    assert watch.pace().bound_s == 600.0 and not watch.pace().is_stuck
-    for _ in range(NUM_RECENT):
+    assert watch.measure_progress().timeout_s == 600.0 and not watch.measure_progress().is_stalled
+    for _ in range(NUM_RECENT_TURNS):
         turn(watch, clock, 0.01)
-    assert watch.pace().bound_s == LEAST_S, "a long turn counts for a while"
+    assert watch.measure_progress().timeout_s == LEAST_S, "a long turn counts for a while"
 
 
 def test_a_process_that_stood_still_is_not_stuck_when_it_goes_on() -> None:
     clock = Clock()
-    watch = Watch(LEAST_S, clock)
-    watch.begin()
+    watch = StallDetector(LEAST_S, clock)
+    watch.start_turn()
     clock.now += 1
-    watch.pace()
+    watch.measure_progress()
     clock.now += 500
-    assert watch.pace().busy_s == 2.5 and not watch.pace().is_stuck
-    watch.end()
-    assert watch.pace().bound_s <= 50, "nor does it make later turns look short"
+    assert watch.measure_progress().busy_s == 2.5 and not watch.measure_progress().is_stalled
+    watch.end_turn()
+    assert watch.measure_progress().timeout_s <= 50, "nor does it make later turns look short"
 
 
 def test_a_turn_does_not_age_while_its_thread_waits_for_a_cpu() -> None:
     clock, starved = Clock(), Clock()
-    watch = Watch(LEAST_S, clock)
-    watch.follow(starved)
-    watch.begin()
+    watch = StallDetector(LEAST_S, clock)
+    watch.attach_to_thread(starved)
+    watch.start_turn()
     for second in range(1, 31):
         clock.now += 1
         starved.now += 0.75
-        assert watch.pace().busy_s == second / 4
+        assert watch.measure_progress().busy_s == second / 4
     for _ in range(4):
         clock.now += 1
         starved.now += 3.0
-        watch.pace()
-    assert watch.pace().busy_s == 7.5 and not watch.pace().is_stuck
+        watch.measure_progress()
+    assert watch.measure_progress().busy_s == 7.5 and not watch.measure_progress().is_stalled
 
 
 def test_the_kernel_tells_who_waits_for_a_cpu() -> None:
     thread_id = threading.get_native_id()
-    before = waited_for_cpu_s(thread_id)
-    assert 0 <= before <= waited_for_cpu_s(thread_id)
-    assert waited_for_cpu_s(2**30) == 0.0, "no such thread"
+    before = read_cpu_wait_s(thread_id)
+    assert 0 <= before <= read_cpu_wait_s(thread_id)
+    assert read_cpu_wait_s(2**30) == 0.0, "no such thread"
 
 
 class Engine:
@@ -177,13 +177,13 @@ async def test_the_pace_tells_a_turn_that_does_not_end(loop: EngineLoop) -> None
     loop.add(Engine(hang))
     loop.start()
     await asyncio.to_thread(entered.wait, 30)
-    before = loop.watch.pace()
-    await until(lambda: loop.watch.pace().busy_s > before.busy_s)
-    now = loop.watch.pace()
+    before = loop.stall_detector.measure_progress()
+    await until(lambda: loop.stall_detector.measure_progress().busy_s > before.busy_s)
+    now = loop.stall_detector.measure_progress()
     go_on.set()
     assert now.num_turns == before.num_turns
-    await until(lambda: not loop.watch.pace().busy_s)
-    assert loop.watch.pace().num_turns > now.num_turns
+    await until(lambda: not loop.stall_detector.measure_progress().busy_s)
+    assert loop.stall_detector.measure_progress().num_turns > now.num_turns
 
 
 A, B, C = Identity("a", 0, 1), Identity("b", 1, 2), Identity("c", 0, 3)
@@ -191,57 +191,59 @@ A, B, C = Identity("a", 0, 1), Identity("b", 1, 2), Identity("c", 0, 3)
 
 def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
     path = str(tmp_path / "rank.box")
-    box = BlackBox(path)
-    assert read_box(path) is None
-    box.note("decode", [A, B])
-    assert read_box(path) == InStep((A, B), False)
-    box.note("prefill", [C], is_alone=True)
-    assert read_box(path) == InStep((A, B, C), False), "nobody is alone beside others"
-    box.note("decode", [])
-    assert read_box(path) == InStep((C,), True)
-    box.note("prefill", [])
-    assert read_box(path) is None
-    box.note("prefill", [C], is_alone=True)
-    assert read_box(path) == InStep((C,), True), "the same rows once more"
-    box.close()
-    assert read_box(path) is None and not (tmp_path / "rank.box").exists()
+    journal = CrashJournal(path)
+    assert read_crash_journal(path) is None
+    journal.record_in_flight("decode", [A, B])
+    assert read_crash_journal(path) == InFlightBatch((A, B), False)
+    journal.record_in_flight("prefill", [C], is_isolated=True)
+    assert read_crash_journal(path) == InFlightBatch((A, B, C), False), (
+        "nobody is alone beside others"
+    )
+    journal.record_in_flight("decode", [])
+    assert read_crash_journal(path) == InFlightBatch((C,), True)
+    journal.record_in_flight("prefill", [])
+    assert read_crash_journal(path) is None
+    journal.record_in_flight("prefill", [C], is_isolated=True)
+    assert read_crash_journal(path) == InFlightBatch((C,), True), "the same rows once more"
+    journal.close()
+    assert read_crash_journal(path) is None and not (tmp_path / "rank.box").exists()
 
 
 def test_a_box_takes_no_file_of_anothers_and_is_none_of_anothers(tmp_path: Path) -> None:
     path, victim = tmp_path / "rank.box", tmp_path / "victim"
     victim.write_text("not ours to write to")
     path.symlink_to(victim)
-    box = BlackBox(str(path))
-    box.note("decode", [A])
+    journal = CrashJournal(str(path))
+    journal.record_in_flight("decode", [A])
     assert victim.read_text() == "not ours to write to"
     status = path.lstat()
     assert (stat.S_ISREG(status.st_mode), status.st_mode & 0o777) == (True, 0o600)
     assert status.st_blocks * 512 >= status.st_size == 1 << 20, "it has its room on the disk"
     path.chmod(0o666)
-    assert read_box(str(path)) is None, "another may have written it"
+    assert read_crash_journal(str(path)) is None, "another may have written it"
     path.chmod(0o600)
     path.rename(tmp_path / "away")
     path.symlink_to(tmp_path / "away")
-    assert read_box(str(path)) is None
-    assert read_box(str(tmp_path / "away")) == InStep((A,), False)
+    assert read_crash_journal(str(path)) is None
+    assert read_crash_journal(str(tmp_path / "away")) == InFlightBatch((A,), False)
     if os.geteuid() == 0:
         os.chown(tmp_path / "away", 4242424, -1)
-        assert read_box(str(tmp_path / "away")) is None
+        assert read_crash_journal(str(tmp_path / "away")) is None
 
 
 def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
     path = str(tmp_path / "rank.box")
-    BlackBox(path).note("decode", [A])
-    again = BlackBox(path)
-    assert read_box(path) is None
-    again.note("decode", [B])
-    assert read_box(path) == InStep((B,), False)
+    CrashJournal(path).record_in_flight("decode", [A])
+    again = CrashJournal(path)
+    assert read_crash_journal(path) is None
+    again.record_in_flight("decode", [B])
+    assert read_crash_journal(path) == InFlightBatch((B,), False)
 
 
 def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
     """A page of a mapped file that finds no room on a full disk would be a signal as it is used."""
     path = tmp_path / "rank.box"
-    BlackBox(str(path))
+    CrashJournal(str(path))
     status = path.stat()
     assert status.st_blocks * 512 >= status.st_size > 0  # POSIX counts blocks of 512 bytes
 
@@ -251,14 +253,14 @@ def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
     name = request_id("\U00020000" * 128)
     path = str(tmp_path / "rank.box")
     everyone = [Identity(name, 0, (1 << 53) - i) for i in range(1, 3000)]
-    BlackBox(path).note("prefill", everyone)
-    assert read_box(path) == InStep(tuple(everyone[:MAX_NOTED]), False)
+    CrashJournal(path).record_in_flight("prefill", everyone)
+    assert read_crash_journal(path) == InFlightBatch(tuple(everyone[:MAX_RECORDED]), False)
 
 
 def test_a_rank_keeps_its_box_where_none_can_foresee_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faulthandler, "enable", lambda: None)  # pytest has it on
     spec = pack(RankSpec("prefill-0", "prefill", epoch=1))
-    first, second = (RankShell(spec, "")._state.box_path for _ in range(2))
+    first, second = (RankActor(spec, "")._state.crash_journal_path for _ in range(2))
     assert first != second and all("prefill-0" in path for path in (first, second))
 
 
@@ -277,11 +279,11 @@ class Torn:
 
 
 def _die(path: str, is_writing: bool) -> None:
-    box = BlackBox(path)
-    box.note("decode", [A, B])
+    journal = CrashJournal(path)
+    journal.record_in_flight("decode", [A, B])
     if is_writing:
-        box._map = Torn(box._map)  # type: ignore[assignment, arg-type]
-        box.note("decode", [C, A, B])
+        journal._map = Torn(journal._map)  # type: ignore[assignment, arg-type]
+        journal.record_in_flight("decode", [C, A, B])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -292,4 +294,4 @@ def test_the_box_outlives_its_process_whole_or_empty(tmp_path: Path, is_writing:
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
-    assert read_box(path) == (None if is_writing else InStep((A, B), False))
+    assert read_crash_journal(path) == (None if is_writing else InFlightBatch((A, B), False))

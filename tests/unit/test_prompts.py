@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from tandem.cluster.gateway.checks import checked
+from tandem.cluster.gateway.checks import check_request
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import ModelInfo
-from tandem.core.request import Unchecked
+from tandem.core.request import RawRequest
 from tandem.text.tokenizer import Tokenizer
 from tests.often import often
 from tests.tokenizer_folders import (
@@ -121,9 +121,9 @@ def test_sections_that_cut_or_fill_a_text_never_apply(tmp_path: Path) -> None:
     assert ids == Tokenizer(TINY_MODEL).encode(text) and tokenizer.decode(ids) == text
     model = ModelInfo("tiny", "deepseek_v3", len(ids), 2048, (1,), 3, True, "float32")
     with pytest.raises(ValueError, match=f"text: the prompt has {len(ids)} tokens; at most"):
-        checked(Unchecked(prompt=text), model, tokenizer)
+        check_request(RawRequest(prompt=text), model, tokenizer)
     fits = replace(model, max_model_len=len(ids) + 1)
-    assert checked(Unchecked(prompt=text), fits, tokenizer).prompt_ids == tuple(ids)
+    assert check_request(RawRequest(prompt=text), fits, tokenizer).prompt_ids == tuple(ids)
 
 
 def test_dropout_of_training_never_applies(tmp_path: Path) -> None:

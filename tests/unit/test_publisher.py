@@ -1,7 +1,7 @@
 """Frames of a decode rank go to the latest reader of each session."""
 
-from tandem.core.beat import Beat
 from tandem.core.errors import RankLost
+from tandem.core.heartbeat import Heartbeat
 from tandem.core.identity import Identity
 from tandem.core.request import SequenceUpdate, TokenFrame
 from tandem.core.schema import unpack
@@ -13,7 +13,7 @@ from tests.waiting import turns
 SESSION, OTHER = 7, 8
 
 
-def no_beat(held: tuple[Identity, ...]) -> Beat:
+def no_beat(held: tuple[Identity, ...]) -> Heartbeat:
     raise AssertionError("no heartbeat was sent")
 
 
@@ -27,7 +27,7 @@ async def test_the_late_end_of_an_old_connection_leaves_the_new_one_its_frames()
     publisher.subscribe(OTHER, heard["other"].append)
     end_old()
     identity = Identity("r1")
-    sessions.hold(SESSION, identity)
+    sessions.add(SESSION, identity)
     update = SequenceUpdate(identity, (5, 6))
     publisher.publish([update])
     await turns()

@@ -8,15 +8,20 @@ import pytest
 
 from tandem.cluster.control import drain
 from tandem.cluster.control import rebalance as rebalance_module
-from tandem.cluster.control.gang import GangKeeper
+from tandem.cluster.control.gang_supervisor import GangSupervisor
 from tandem.cluster.control.plan import plan_gangs
-from tandem.cluster.control.rebalance import Rebalanced, num_machines, rebalance_gang, sum_rows
+from tandem.cluster.control.rebalance import (
+    RebalanceResult,
+    num_machines,
+    rebalance_gang,
+    sum_expert_rows,
+)
 from tandem.cluster.gateway.balance import balance_ratios
-from tandem.cluster.gateway.handles import Handle
-from tandem.core.beat import Beat, Held
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.core.config import load
 from tandem.core.eplb import balance_ratio, rebalance
 from tandem.core.errors import RankLost
+from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.info import DECODE
 from tandem.core.membership import (
     DRAINING,
@@ -28,15 +33,15 @@ from tandem.core.membership import (
     RankInfo,
     RankSpec,
 )
-from tandem.core.pace import Pace
 from tandem.core.placement import Placement
+from tandem.core.progress import EngineProgress
 from tandem.core.tasks import Tasks
 from tests.unit.test_gang import MODEL
 from tests.unit.test_gang_lives import FakeMachines, haste
 from tests.waiting import until
 
 __all__ = ["haste"]
-PLAIN = Placement.plain(2, 8, 4, 4)
+PLAIN = Placement.in_order(2, 8, 4, 4)
 SKEWED = ((900, 800, 10, 10, 10, 10, 10, 10), (5, 5, 5, 5, 5, 5, 5, 700))
 
 
@@ -63,19 +68,19 @@ class Kept:
             ],
         )
         self.states: list[str] = []
-        self.changing = asyncio.Lock()
-        self.keeper = GangKeeper(
+        self.change_lock = asyncio.Lock()
+        self.supervisor = GangSupervisor(
             plan_gangs(config)[0],
             config,
             self.machines,
             self.machines,
-            lambda: self.states.append(self.keeper.gang.state),
+            lambda: self.states.append(self.supervisor.gang.state),
         )
         self.rows = ExpertRows(rows_LE, PLAIN, 2)
 
     async def ready(self) -> None:
-        self.keeper.start()
-        await until(lambda: self.keeper.gang.state == READY)
+        self.supervisor.start()
+        await until(lambda: self.supervisor.gang.state == READY)
         for rank in self.machines.ranks.values():
             rank.rows = self.rows
 
@@ -84,32 +89,32 @@ async def test_a_skewed_gang_is_drained_and_begins_anew_better_balanced() -> Non
     kept = Kept(SKEWED)
     await kept.ready()
     first = kept.machines.ranks[2]
-    first.says(num_held=1)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
-    await until(lambda: kept.keeper.gang.state == DRAINING)
+    first.says(num_sequences=1)
+    moving = asyncio.create_task(rebalance_gang(kept.supervisor, kept.change_lock))
+    await until(lambda: kept.supervisor.gang.state == DRAINING)
     await first.asked(5)
-    assert kept.keeper.gang.members and not moving.done(), "it ends what it has"
-    first.says(num_held=0)
+    assert kept.supervisor.gang.members and not moving.done(), "it ends what it has"
+    first.says(num_sequences=0)
     done = await moving
     assert kept.states[-1] == READY and {DRAINING, LOST, STARTING} <= set(kept.states)
     assert [len(missing) for _, _, missing in kept.machines.begun] == [4, 4]
-    assert kept.machines.placements == [None, kept.keeper.placement]
-    counts = sum_rows([kept.rows] * 4)
+    assert kept.machines.placements == [None, kept.supervisor.placement]
+    counts = sum_expert_rows([kept.rows] * 4)
     assert counts == [[4 * n for n in layer] for layer in SKEWED]
-    assert kept.keeper.placement is not None
-    kept.keeper.placement.check_integrity(8)
-    after = balance_ratio(counts, kept.keeper.placement)
-    assert done == Rebalanced("prefill-0", 4 * 2495, balance_ratio(counts, PLAIN), after, True)
+    assert kept.supervisor.placement is not None
+    kept.supervisor.placement.check_integrity(8)
+    after = balance_ratio(counts, kept.supervisor.placement)
+    assert done == RebalanceResult("prefill-0", 4 * 2495, balance_ratio(counts, PLAIN), after, True)
     assert done.after > 0.7 > 0.5 > done.before
-    await kept.keeper.stop(0.05)
+    await kept.supervisor.stop(0.05)
 
 
 async def test_who_does_not_end_in_time_is_not_waited_for() -> None:
     kept = Kept(SKEWED, drain_s=0.0)
     await kept.ready()
-    kept.machines.ranks[0].says(num_held=3)
-    assert (await rebalance_gang(kept.keeper, kept.changing)).is_moved
-    await kept.keeper.stop(0.05)
+    kept.machines.ranks[0].says(num_sequences=3)
+    assert (await rebalance_gang(kept.supervisor, kept.change_lock)).is_moved
+    await kept.supervisor.stop(0.05)
 
 
 @pytest.mark.parametrize("when", [DRAINING, STARTING])
@@ -118,11 +123,11 @@ async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> Non
     kept = Kept(SKEWED, drain_s=3600.0)
     await kept.ready()
     kept.machines.is_held = when == STARTING
-    kept.machines.ranks[2].says(num_held=1 if when == DRAINING else 0)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
-    await until(lambda: kept.keeper.gang.state == when)
-    async with kept.changing:
-        await kept.keeper.stop(0.05)
+    kept.machines.ranks[2].says(num_sequences=1 if when == DRAINING else 0)
+    moving = asyncio.create_task(rebalance_gang(kept.supervisor, kept.change_lock))
+    await until(lambda: kept.supervisor.gang.state == when)
+    async with kept.change_lock:
+        await kept.supervisor.stop(0.05)
     with pytest.raises(RankLost, match="prefill-0 was stopped meanwhile"):
         await moving
 
@@ -132,28 +137,28 @@ async def test_a_gang_makes_way_for_one_reason_at_a_time() -> None:
     kept = Kept(SKEWED)
     await kept.ready()
     first = kept.machines.ranks[2]
-    first.says(num_held=1)
-    moving = asyncio.create_task(rebalance_gang(kept.keeper, kept.changing))
-    await until(lambda: kept.keeper.gang.state == DRAINING)
+    first.says(num_sequences=1)
+    moving = asyncio.create_task(rebalance_gang(kept.supervisor, kept.change_lock))
+    await until(lambda: kept.supervisor.gang.state == DRAINING)
     with pytest.raises(RankLost, match="prefill-0 makes way already"):
-        await drain.renew(kept.keeper, kept.changing, kept.keeper.placement)
-    first.says(num_held=0)
+        await drain.drain_and_restart(kept.supervisor, kept.change_lock, kept.supervisor.placement)
+    first.says(num_sequences=0)
     assert (await moving).is_moved
-    assert len(kept.machines.begun) == 2 and kept.keeper.placement is not None
-    await drain.renew(kept.keeper, kept.changing, kept.keeper.placement)
+    assert len(kept.machines.begun) == 2 and kept.supervisor.placement is not None
+    await drain.drain_and_restart(kept.supervisor, kept.change_lock, kept.supervisor.placement)
     await until(lambda: len(kept.machines.begun) == 3)
-    await kept.keeper.stop(0.05)
+    await kept.supervisor.stop(0.05)
 
 
 async def test_what_gains_nothing_is_left_alone() -> None:
     kept = Kept(SKEWED)
     kept.rows = replace(kept.rows, placement=rebalance(SKEWED, 12, 2, 1, 4))
     await kept.ready()
-    done = await rebalance_gang(kept.keeper, kept.changing)
+    done = await rebalance_gang(kept.supervisor, kept.change_lock)
     assert not done.is_moved and len(kept.machines.begun) == 1 and DRAINING not in kept.states
-    await kept.keeper.stop(0.05)
+    await kept.supervisor.stop(0.05)
     with pytest.raises(RankLost, match="prefill-0 is lost: try again"):
-        await rebalance_gang(kept.keeper, kept.changing)
+        await rebalance_gang(kept.supervisor, kept.change_lock)
 
 
 def test_machines_count_where_each_has_as_many_ranks() -> None:
@@ -178,9 +183,11 @@ def test_status_tells_how_evenly_each_gangs_experts_are_used() -> None:
     for gang, rows_RL in gangs.items():
         for i, rows_L in enumerate(rows_RL):
             spec = RankSpec(gang, DECODE, 1, i, len(rows_RL))
-            rank = Handle(RankInfo(spec, ("f",), "none", MODEL, 9, 9), Mock(), Tasks())
+            rank = RankHandle(RankInfo(spec, ("f",), "none", MODEL, 9, 9), Mock(), Tasks())
             if rows_L is not None:
-                rank.beat = Beat(Pace(0, 0.0, 60.0), Held(rows_by_layer=rows_L))
+                rank.heartbeat = Heartbeat(
+                    EngineProgress(0, 0.0, 60.0), RankLoad(rows_by_layer=rows_L)
+                )
             ranks.append(rank)
     expected = (40 * 20 / 30 + 40 * 20 / 40) / 80
     assert balance_ratios(ranks) == {"p": pytest.approx(expected), "d": 1.0}

@@ -16,17 +16,17 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import TINY_MODEL
-from tandem.core.forms import CAPTURED
-from tandem.core.levels import chains
+from tandem.core.draft_shapes import chain_shapes
+from tandem.core.execution import CAPTURED
 from tandem.core.request import REJECTION, RELAXED, Request, Speculation
-from tandem.decode_node.planning.forms import MOST_REFUSED
-from tandem.decode_node.planning.lengths import Costs, record
-from tandem.decode_node.planning.step_plan import PLAIN, SAMPLED, Report, StepKey
+from tandem.decode_node.planning.draft_length import StepCostModel, record_reports
+from tandem.decode_node.planning.program_table import MAX_UNCAPTURABLE
+from tandem.decode_node.planning.step_plan import GREEDY_TRAITS, SAMPLED_TRAITS, StepKey, StepReport
 from tandem.decode_node.program import programs as programs_module
 from tandem.decode_node.program.launcher import Launcher
-from tandem.decode_node.program.programs import Prepared
+from tandem.decode_node.program.programs import PreparedStep
 from tandem.model.kernels.recorded import Recorded
-from tandem.model.kernels.repeated import Eager
+from tandem.model.kernels.replayable import Eager
 from tandem.model.loaded import LoadedModel
 from tests.counted import step_of
 from tests.kernels import ours
@@ -183,13 +183,13 @@ def run(loaded: LoadedModel, overlap: bool, num_drafts: int) -> tuple[list, list
 def test_recorded_steps_are_eager_ones_to_the_last_bit(
     loaded: LoadedModel, overlap: bool, num_drafts: int
 ) -> None:
-    assert loaded.form == "recorded"
+    assert loaded.exec_mode == "recorded"
     kernels = type(loaded.kernels)
     told, caches, bench = run(loaded, overlap, num_drafts)
-    played = [one for _, one in bench.decode.programs.kept.values() if one.operators]
+    played = [one for _, one in bench.decode.programs.functions.values() if one.operators]
     assert len(played) >= 6
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "repeated", lambda self, function: Eager(function))
+        patch.setattr(kernels, "make_replayable", lambda self, function: Eager(function))
         eager, eager_caches, _ = run(loaded, overlap, num_drafts)
     assert told == eager
     assert all(map(torch.equal, caches, eager_caches))
@@ -210,27 +210,27 @@ def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails:
         bench.decode.step()
         report = bench.decode._report
         assert report is not None
-        usual.append(report.is_usual)
+        usual.append(report.is_steady_state)
     assert usual == [False, True, True]
-    costs = Costs.unknown(chains(3))
-    record(costs, [report_at(1.0, is_usual=False)])
-    assert costs.of_size(1).step_s == [0.0] * 4 and costs.tried[0] > 1
-    record(costs, [report_at(1.0, is_usual=True)])
-    assert costs.of_size(1).step_s[2] == 1.0
+    costs = StepCostModel.unprofiled(chain_shapes(3))
+    record_reports(costs, [report_at(1.0, is_steady_state=False)])
+    assert costs.bucket_costs(1).step_s == [0.0] * 4 and costs.num_attempts[0] > 1
+    record_reports(costs, [report_at(1.0, is_steady_state=True)])
+    assert costs.bucket_costs(1).step_s[2] == 1.0
 
 
-def report_at(program_s: float, is_usual: bool) -> Report:
-    return Report(StepKey(1, 2, 3), program_s, (1, 1), (1, 0), is_usual)
+def report_at(program_s: float, is_steady_state: bool) -> StepReport:
+    return StepReport(StepKey(1, 2, 3), program_s, (1, 1), (1, 0), is_steady_state)
 
 
 def test_kernels_of_torch_are_called_eagerly_and_every_step_of_theirs_counts() -> None:
     plain = load(TINY_MODEL, "model.kernels=torch")
-    assert plain.form == "eager"
+    assert plain.exec_mode == "eager"
     bench = Bench(plain, num_drafts=1)
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     bench.decode.step()
-    assert bench.decode._report is not None and bench.decode._report.is_usual
-    assert not bench.decode.programs.kept
+    assert bench.decode._report is not None and bench.decode._report.is_steady_state
+    assert not bench.decode.programs.functions
 
 
 def test_a_program_that_was_dropped_is_recorded_again(
@@ -238,10 +238,10 @@ def test_a_program_that_was_dropped_is_recorded_again(
 ) -> None:
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr("tandem.decode_node.planning.forms.MAX_KEPT", 1)
+    monkeypatch.setattr("tandem.decode_node.planning.program_table.MAX_PROGRAMS", 1)
     bench = Bench(loaded, max_rows=6)
     assert bench.generate(*asked) == answers
-    assert len(bench.decode.programs.kept) == 1
+    assert len(bench.decode.programs.functions) == 1
 
 
 def test_programs_that_are_made_ahead_serve_and_others_are_eager(
@@ -252,23 +252,23 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     answers = Bench(loaded, max_rows=6).generate(*asked)
     monkeypatch.setattr(type(loaded.kernels), "form", CAPTURED)
     bench = Bench(loaded, max_rows=6, draft_length="adaptive", buckets=(2, 4, 6))
-    made = bench.decode.programs.kept
+    made = bench.decode.programs.functions
     caches = [cache.clone() for cache in bench.all_caches()]
     while bench.decode.has_work():
         bench.decode.step()
     assert len(made) == 3 * 5 * 2 and all(function.is_ready for _, function in made.values())
     for cache, clean in zip(bench.all_caches(), caches, strict=True):
         assert torch.equal(cache[1:], clean[1:]), "only the dummy page may be written"
-    known, make = {key for key, _ in made.values()}, Launcher.make
+    known, make = {key for key, _ in made.values()}, Launcher.capture_program
 
-    def make_alone(launcher: Launcher, step: Prepared) -> None:
+    def make_alone(launcher: Launcher, step: PreparedStep) -> None:
         assert not bench.decode.scheduler.sequences, "nobody waits for a program"
         make(launcher, step)
 
-    monkeypatch.setattr(Launcher, "make", make_alone)
+    monkeypatch.setattr(Launcher, "capture_program", make_alone)
     assert bench.generate(*asked) == answers and not bench.decode.has_work()
     met = {key for key, _ in made.values()} - known
-    assert met and all(key.extras not in (PLAIN, SAMPLED) for key in met)
+    assert met and all(key.traits not in (GREEDY_TRAITS, SAMPLED_TRAITS) for key in met)
     bench.check_empty()
 
 
@@ -279,8 +279,8 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.form = CAPTURED
-    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, buckets=(2, 4, 6))
+    kernels.exec_mode = CAPTURED
+    bench = Bench(replace(loaded, kernels=kernels, uncapturable={}), max_rows=6, buckets=(2, 4, 6))
     for _ in range(3):
         bench.decode.step()
     error = RuntimeError("out of memory")
@@ -289,8 +289,8 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
         with pytest.raises(RuntimeError):
             bench.decode.step()
     bench.decode.fail(error)
-    made, [refused] = bench.decode.programs.kept, bench.decode.programs.refused
-    assert not bench.decode.has_work() and "out of memory" in bench.decode.programs.form
+    made, [refused] = bench.decode.programs.functions, bench.decode.programs.uncapturable
+    assert not bench.decode.has_work() and "out of memory" in bench.decode.programs.exec_mode_status
     known = {key for key, function in made.values() if function.is_ready}
     assert len(known) == 3 and refused not in known
     assert bench.generate(*asked) == answers
@@ -308,13 +308,15 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
-    kernels.form = CAPTURED
+    kernels.exec_mode = CAPTURED
     if fails:
         broken = Mock(is_ready=False, side_effect=RuntimeError("out of memory"))
-        monkeypatch.setattr(kernels, "repeated", lambda function: broken)
-    monkeypatch.setattr("tandem.decode_node.planning.forms.MOST_EAGER", 2)
-    monkeypatch.setattr("tandem.decode_node.planning.step_planner.usual_keys", lambda *told: [])
-    bench = Bench(replace(loaded, kernels=kernels, refused={}), max_rows=6, overlap=overlap)
+        monkeypatch.setattr(kernels, "make_replayable", lambda function: broken)
+    monkeypatch.setattr("tandem.decode_node.planning.program_table.MAX_EAGER_STEPS", 2)
+    monkeypatch.setattr(
+        "tandem.decode_node.planning.step_planner.common_step_keys", lambda *told: []
+    )
+    bench = Bench(replace(loaded, kernels=kernels, uncapturable={}), max_rows=6, overlap=overlap)
     step, busy = bench.decode.step, list[int]()
 
     def guarded() -> None:
@@ -326,9 +328,9 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
 
     monkeypatch.setattr(bench.decode, "step", guarded)
     assert bench.generate(*asked) == answers
-    assert bool(busy) == fails and len(busy) <= MOST_REFUSED
+    assert bool(busy) == fails and len(busy) <= MAX_UNCAPTURABLE
     assert not busy or busy[0] > 0
-    made = [key for key, function in bench.decode.programs.kept.values() if function.is_ready]
+    made = [key for key, function in bench.decode.programs.functions.values() if function.is_ready]
     assert bool(made) != fails
     bench.check_empty()
 
@@ -363,7 +365,7 @@ def test_a_program_keeps_next_to_nothing(loaded: LoadedModel) -> None:
         bench.start(request)
     with Made() as made:
         bench.decode.step()
-    assert len(bench.decode.programs.kept) == 1
+    assert len(bench.decode.programs.functions) == 1
     taken, held = made.num_bytes()
     assert taken > 1_000_000 and held < 5_000, (taken, held)
 

@@ -8,36 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from tandem.core.request import REJECTION, REJECTION_GREEDY, STRICT, SamplingParams
-from tandem.model.drafters.base import Drafts, View
-from tandem.model.drafters.beams import chosen, followed, narrowed, root
+from tandem.model.drafters.base import DraftContext, Drafts
+from tandem.model.drafters.beams import expand_beam, next_beam, root_beam, select_tree
 from tandem.model.drafters.medusa import MedusaDrafter, MedusaRows
-from tandem.model.drafters.merged import merged
+from tandem.model.drafters.merged import merge_chains
 from tandem.model.sampling import ranking
-from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, recursive
-from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.acceptance import ACCEPTANCE_RULES, RULE_NUMBERS, recursive
+from tandem.model.sampling.ranking import TopCandidates
 from tests.markov import VOCAB, Drafting, World, chain, check_tokens, tell
 from tests.unit.test_rejection import PLAIN, SETTINGS, WORLD, limits
 
 NUM_ROWS, MANY_ROWS = 12_000, 30_000
 """What runs whenever tests run, and what ``make soak`` runs."""
 DEPTH, TOP_K = 3, 3
-CHOICES = [(0,), (2,), (1,), (0, 0), (0, 2), (2, 0), (0, 2, 0), (0, 2, 1)]
+CHOICES_FILE = [(0,), (2,), (1,), (0, 0), (0, 2), (2, 0), (0, 2, 0), (0, 2, 1)]
 """A tree with holes: no (0, 1) before (0, 2)."""
 
 
 def beam(num_nodes: int) -> Drafting:
     """As MTP's trees are found; what stands for a hidden state is the token before."""
 
-    def draft(world: World, view: View) -> Drafts:
-        at = root(view.last_B1.float())
+    def draft(world: World, context: DraftContext) -> Drafts:
+        at = root_beam(context.last_B1.float())
         found = []
         for depth in range(DEPTH):
             if depth:
-                at = narrowed(at, found)
+                at = next_beam(at, found)
                 at = at._replace(hidden_BKD=at.drafts_BM[:, -TOP_K:].unsqueeze(2).float())
             logits_BKV = world.drafter_VV[at.hidden_BKD.squeeze(2).long()]
-            found.append(followed(at, view.rank(logits_BKV, at.drafts_BM, at.nodes, TOP_K)))
-        return chosen(found, num_nodes)
+            found.append(
+                expand_beam(at, context.top_candidates(logits_BKV, at.drafts_BM, at.nodes, TOP_K))
+            )
+        return select_tree(found, num_nodes)
 
     return draft
 
@@ -51,32 +53,32 @@ class Head(nn.Module):
         return self.logits_VV[hidden_BD[:, 0].long()]
 
 
-def static(world: World, view: View) -> Drafts:
+def static(world: World, context: DraftContext) -> Drafts:
     """Of Medusa's heads, which do not know the path."""
     heads: list = [Head(world.drafter_VV.roll(k, 1)) for k in range(DEPTH)]
-    drafter = MedusaDrafter(heads, CHOICES, 1, torch.device("cpu"))
-    level = drafter.levels(DEPTH)[-1]
-    drafts = drafter.draft(MedusaRows(view.last_B1.float()), view, level, 0, {})
-    assert level.parents is not None
-    parents_BN = torch.tensor([level.parents]).expand_as(drafts.tokens_BN)
+    drafter = MedusaDrafter(heads, CHOICES_FILE, 1, torch.device("cpu"))
+    draft_shape = drafter.draft_shapes(DEPTH)[-1]
+    drafts = drafter.draft(MedusaRows(context.last_B1.float()), context, draft_shape, 0, {})
+    assert draft_shape.parents is not None
+    parents_BN = torch.tensor([draft_shape.parents]).expand_as(drafts.tokens_BN)
     return drafts._replace(parents_BN=parents_BN)
 
 
-def two_chains(world: World, view: View) -> Drafts:
+def two_chains(world: World, context: DraftContext) -> Drafts:
     """What was drawn, and what is looked up: the tokens behind the last one in a ring, in half of
     the rows as the drafter would say it; of some none or one."""
-    made = chain(DEPTH)(world, view)
-    token_BN = view.last_B1 + torch.arange(1, DEPTH + 1)
+    made = chain(DEPTH)(world, context)
+    token_BN = context.last_B1 + torch.arange(1, DEPTH + 1)
     looked_BN = token_BN % VOCAB
-    is_even_B1 = view.num_known_B.unsqueeze(1) % 2 == 0
-    likely_BN = world.drafter_VV.argmax(1)[view.last_B1].expand(-1, DEPTH)
-    num_B = (view.last_B1.squeeze(1) + view.num_known_B) % (DEPTH + 1)
-    return merged(made, Drafts(torch.where(is_even_B1, likely_BN, looked_BN), num_B))
+    is_even_B1 = context.num_known_B.unsqueeze(1) % 2 == 0
+    likely_BN = world.drafter_VV.argmax(1)[context.last_B1].expand(-1, DEPTH)
+    num_B = (context.last_B1.squeeze(1) + context.num_known_B) % (DEPTH + 1)
+    return merge_chains(made, Drafts(torch.where(is_even_B1, likely_BN, looked_BN), num_B))
 
 
-def looked_up_first(world: World, view: View) -> Drafts:
+def looked_up_first(world: World, context: DraftContext) -> Drafts:
     """The chain that was drawn comes behind the other."""
-    drafts = two_chains(world, view)
+    drafts = two_chains(world, context)
     assert drafts.parents_BN is not None
     other_N = torch.arange(2 * DEPTH) ^ 1
     parents_BN = torch.where(drafts.parents_BN > 0, (drafts.parents_BN - 1 ^ 1) + 1, 0)
@@ -153,7 +155,7 @@ def test_a_drafter_whose_logits_are_no_numbers_changes_no_distribution(way: str)
 def test_kinds_of_every_sort_share_a_batch() -> None:
     kinds = (REJECTION_GREEDY, STRICT, REJECTION)
     row_B = torch.arange(3 * NUM_ROWS)
-    kind_B = torch.tensor([KIND_NUMBERS[kind] for kind in kinds])[row_B % 3]
+    rule_B = torch.tensor([RULE_NUMBERS[kind] for kind in kinds])[row_B % 3]
     heat_B = torch.where(row_B % 30 < 3, 0.0, 1.0)
     many = tell(
         WORLD,
@@ -162,12 +164,12 @@ def test_kinds_of_every_sort_share_a_batch() -> None:
         limits(DEPTH, len(row_B)),
         num_drafts=DEPTH,
         num_tokens=2,
-        kind_B=kind_B,
+        rule_B=rule_B,
         temperature_B=heat_B,
         drafting=beam(6),
     )
     for kind in kinds:
-        check_tokens(many[(kind_B == KIND_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
+        check_tokens(many[(rule_B == RULE_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
     first = WORLD.main_VV[0].argmax()
     greedy = torch.stack((first, WORLD.main_VV[first].argmax()))
     assert (many[heat_B == 0] == greedy).all()
@@ -179,37 +181,39 @@ def with_replacement(walk: recursive._Walk, *of: object) -> None:
     walk.tried_BV = torch.zeros_like(walk.tried_BV)
 
 
-def worth_of_tokens(*of: object) -> Ranked:
+def worth_of_tokens(*of: object) -> TopCandidates:
     """A place is worth what its own token tells."""
-    ranked = right_drawn(*of)  # type: ignore[arg-type]
-    return ranked._replace(worth_BQK=ranked.shares_BQK)
+    top = right_drawn(*of)  # type: ignore[arg-type]
+    return top._replace(scores_BQK=top.log_probs_BQK)
 
 
-def in_order_of_likelihood(*of: object) -> Ranked:
+def in_order_of_likelihood(*of: object) -> TopCandidates:
     """Not as they were drawn."""
-    ranked = right_drawn(*of)  # type: ignore[arg-type]
-    order = ranked.shares_BQK.argsort(2, descending=True)
-    return ranked._replace(tokens_BQK=ranked.tokens_BQK.gather(2, order))
+    top = right_drawn(*of)  # type: ignore[arg-type]
+    order = top.log_probs_BQK.argsort(2, descending=True)
+    return top._replace(tokens_BQK=top.tokens_BQK.gather(2, order))
 
 
-def of_first_tokens(*of: object) -> Ranked:
+def of_first_tokens(*of: object) -> TopCandidates:
     """The likeliest, judged as if they had been drawn."""
-    ranked = right_drawn(*of)  # type: ignore[arg-type]
-    tokens_BQK = ranking.likeliest(*of).tokens_BQK  # type: ignore[arg-type]
-    return ranked._replace(tokens_BQK=tokens_BQK)
+    top = right_drawn(*of)  # type: ignore[arg-type]
+    tokens_BQK = ranking.top_by_logits(*of).tokens_BQK  # type: ignore[arg-type]
+    return top._replace(tokens_BQK=tokens_BQK)
 
 
-right_try, right_drawn = recursive._try, ranking.drawn
+right_try, right_drawn = recursive._try_node, ranking.draw_without_replacement
 
 
 @pytest.mark.parametrize("way", ["beam of 9", "static"])
 @pytest.mark.parametrize("wrong", [worth_of_tokens, in_order_of_likelihood, of_first_tokens])
 def test_trees_that_were_not_drawn_from_q_are_found_out(
-    way: str, wrong: Callable[..., Ranked], monkeypatch: pytest.MonkeyPatch
+    way: str, wrong: Callable[..., TopCandidates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a place is worth is nothing to a tree that is static."""
-    kind = KINDS[REJECTION]
-    monkeypatch.setitem(KINDS, REJECTION, type(kind)(kind.pick, wrong, kind.judge))
+    kind = ACCEPTANCE_RULES[REJECTION]
+    monkeypatch.setitem(
+        ACCEPTANCE_RULES, REJECTION, type(kind)(kind.sample_draft, wrong, kind.accept_drafts)
+    )
     if way == "static" and wrong is worth_of_tokens:
         check_tokens(told(WAYS[way]), WORLD, PLAIN)
         return
@@ -222,7 +226,7 @@ def test_a_token_that_is_tried_twice_is_found_out(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Siblings were drawn without replacement; what both chains have counts once."""
-    monkeypatch.setattr(recursive, "_try", with_replacement)
+    monkeypatch.setattr(recursive, "_try_node", with_replacement)
     with pytest.raises(AssertionError):
         check_tokens(told(WAYS[way]), WORLD, PLAIN)
 
@@ -230,13 +234,13 @@ def test_a_token_that_is_tried_twice_is_found_out(
 def test_a_residual_of_p_and_all_drafts_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children tried against p, whatever was tried before."""
 
-    def wrong(walk: recursive._Walk, evidence: object, node: int, p_BV: Tensor) -> None:
+    def wrong(walk: recursive._Walk, verify_input: object, node: int, p_BV: Tensor) -> None:
         before_BV, end_B = walk.rest_BV, walk.end_B
-        right_try(walk, evidence, node, p_BV)  # type: ignore[arg-type]
+        right_try(walk, verify_input, node, p_BV)  # type: ignore[arg-type]
         is_same_B1 = (walk.end_B == end_B).unsqueeze(1)
         walk.rest_BV = torch.where(is_same_B1, before_BV, walk.rest_BV)
 
-    monkeypatch.setattr(recursive, "_try", wrong)
+    monkeypatch.setattr(recursive, "_try_node", wrong)
     with pytest.raises(AssertionError):
         check_tokens(told(WAYS["beam of 9"]), WORLD, PLAIN)
 
@@ -254,8 +258,8 @@ def test_more_children_are_accepted_than_of_a_chain() -> None:
             torch.full_like(row_B, DEPTH),
             num_drafts=DEPTH,
             num_tokens=12,
-            drafting=lambda world, view, way=way, steps=steps: (  # type: ignore[misc]
-                steps.append(1) or way(world, view)  # type: ignore[func-returns-value]
+            drafting=lambda world, context, way=way, steps=steps: (  # type: ignore[misc]
+                steps.append(1) or way(world, context)  # type: ignore[func-returns-value]
             ),
         )
         counts[name] = len(steps)

@@ -16,11 +16,11 @@ from tandem.core.request import (
     SamplingParams,
     TokenBias,
 )
-from tandem.model.drafters.base import Drafts, View
-from tandem.model.sampling.acceptance import KIND_NUMBERS, KINDS, rejection
-from tandem.model.sampling.acceptance.base import Evidence
+from tandem.model.drafters.base import DraftContext, Drafts
+from tandem.model.sampling.acceptance import ACCEPTANCE_RULES, RULE_NUMBERS, rejection
+from tandem.model.sampling.acceptance.base import VerifyInput
 from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, gumbel, sample, uniform
-from tests.markov import VOCAB, World, chain, check_tokens, evidence, judged_by, one_step, tell
+from tests.markov import VOCAB, World, chain, check_tokens, judged_by, one_step, tell, verify_input
 from tests.unit.test_sampling import sampling_rows
 
 NUM_ROWS, FEW_ROWS = 30_000, 15_000
@@ -77,20 +77,20 @@ def test_a_chain_is_judged_as_transformers_judges_it(monkeypatch: pytest.MonkeyP
     last_B, num_output_B = seed_B % VOCAB, 1 + seed_B % 7
     index_BN = num_output_B.unsqueeze(1) + torch.arange(num_drafts + 1)
 
-    def drafting(world: World, view: View) -> Drafts:
+    def drafting(world: World, view: DraftContext) -> Drafts:
         made.append(chain(num_drafts)(world, view))
         return made[0]
 
-    kind_B = torch.full_like(seed_B, KIND_NUMBERS[REJECTION])
-    asked = (REJECTION,), kind_B, sampling_rows(PLAIN, seed_B), last_B, num_output_B
-    verdict = one_step(WORLD, *asked, torch.full_like(seed_B, num_drafts), drafting, num_drafts)
+    rule_B = torch.full_like(seed_B, RULE_NUMBERS[REJECTION])
+    asked = (REJECTION,), rule_B, sampling_rows(PLAIN, seed_B), last_B, num_output_B
+    result = one_step(WORLD, *asked, torch.full_like(seed_B, num_drafts), drafting, num_drafts)
     coins_BN = uniform(seed_B.unsqueeze(1), index_BN[:, :-1], COIN).float()
     tokens_BN, q_BNV = made[0].tokens_BN, made[0].q_BNV
     assert q_BNV is not None
     logits_BN1V = WORLD.main_VV[torch.cat((last_B.unsqueeze(1), tokens_BN), 1)]
     nums = set()
     for row in range(len(seed_B)):
-        num = int(verdict.num_accepted_B[row])
+        num = int(result.num_accepted_B[row])
 
         def noisy(p_1V: Tensor, num_samples: int, row: int = row, num: int = num) -> Tensor:
             index_1 = index_BN[row : row + 1, num]
@@ -103,7 +103,7 @@ def test_a_chain_is_judged_as_transformers_judges_it(monkeypatch: pytest.MonkeyP
             tokens_BN[own], q_BNV[own].log(), num_drafts, logits_BN1V[own]
         )
         assert num_matches == num
-        assert theirs[0].tolist() == verdict.tokens_BE[row, : num + 1].tolist()
+        assert theirs[0].tolist() == result.tokens_BE[row, : num + 1].tolist()
         nums.add(num)
     assert nums == {*range(num_drafts + 1)}
 
@@ -112,8 +112,8 @@ def test_kinds_of_every_sort_share_a_batch() -> None:
     """Each kind's rows have their own exact distribution; rows of temperature 0 are greedy."""
     kinds = (REJECTION_GREEDY, STRICT, REJECTION, RELAXED)
     row_B = torch.arange(4 * NUM_ROWS)
-    kind_B = torch.tensor([KIND_NUMBERS[kind] for kind in kinds])[row_B % 4]
-    heat_B = torch.where((kind_B == KIND_NUMBERS[RELAXED]) | (row_B % 40 < 4), 0.0, 1.0)
+    rule_B = torch.tensor([RULE_NUMBERS[kind] for kind in kinds])[row_B % 4]
+    heat_B = torch.where((rule_B == RULE_NUMBERS[RELAXED]) | (row_B % 40 < 4), 0.0, 1.0)
     told = tell(
         WORLD,
         PLAIN,
@@ -121,11 +121,11 @@ def test_kinds_of_every_sort_share_a_batch() -> None:
         limits(2, len(row_B)),
         num_drafts=2,
         num_tokens=2,
-        kind_B=kind_B,
+        rule_B=rule_B,
         temperature_B=heat_B,
     )
     for kind in (STRICT, REJECTION, REJECTION_GREEDY):
-        check_tokens(told[(kind_B == KIND_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
+        check_tokens(told[(rule_B == RULE_NUMBERS[kind]) & (heat_B > 0)], WORLD, PLAIN)
     first = WORLD.main_VV[0].argmax()
     greedy = torch.stack((first, WORLD.main_VV[first].argmax()))
     assert (told[heat_B == 0] == greedy).all()
@@ -135,7 +135,7 @@ def without_drafts(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     return p_BV
 
 
-def residual_at_the_limit(known: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
+def residual_at_the_limit(known: VerifyInput, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
     unlimited = judged_by(known, limit_B=torch.full_like(known.acceptance.limit_B, 9))
     return right_last_token(unlimited, p_BN1V, place_B)
 
@@ -167,8 +167,8 @@ def test_a_wrong_rule_is_found_out(
 
 def test_drafts_that_were_not_drawn_from_q_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter's best tokens, judged as if they had been drawn."""
-    wrong = replace(rejection.REJECTION, pick=_best_with_q)
-    monkeypatch.setitem(KINDS, REJECTION, wrong)
+    wrong = replace(rejection.REJECTION, sample_draft=_best_with_q)
+    monkeypatch.setitem(ACCEPTANCE_RULES, REJECTION, wrong)
     told = tell(WORLD, PLAIN, (REJECTION,), limits(2), num_drafts=2, num_tokens=3)
     with pytest.raises(AssertionError):
         check_tokens(told, WORLD, PLAIN)
@@ -196,10 +196,10 @@ def test_the_accepted_length_is_what_theory_expects(
         p[1], q = overlap, torch.eye(VOCAB)[1]
     world = World(p.log().expand(VOCAB, -1), q.log().expand(VOCAB, -1))
     row_B = torch.arange(NUM_ROWS)
-    verdict = one_step(
+    result = one_step(
         world,
         (kind,),
-        torch.full_like(row_B, KIND_NUMBERS[kind]),
+        torch.full_like(row_B, RULE_NUMBERS[kind]),
         sampling_rows(PLAIN, row_B),
         torch.zeros_like(row_B),
         row_B % 50 + 1,
@@ -207,7 +207,7 @@ def test_the_accepted_length_is_what_theory_expects(
         chain(num_drafts),
         num_drafts,
     )
-    emitted_B = (verdict.num_accepted_B + 1).double()
+    emitted_B = (result.num_accepted_B + 1).double()
     expected = (1 - overlap ** (num_drafts + 1)) / (1 - overlap)
     error = emitted_B.std() / NUM_ROWS**0.5
     assert abs(emitted_B.mean() - expected) < 4 * error, (emitted_B.mean(), expected)
@@ -218,7 +218,7 @@ def test_a_token_that_p_rules_out_never_passes_however_small_q_is() -> None:
     row_B = torch.arange(2000)
     logits = torch.zeros(2000, 2, VOCAB)
     logits[:, 0, 3] = float("-inf")
-    known = evidence(
+    known = verify_input(
         torch.full((2000, 1), 3),
         logits,
         sampling_rows(PLAIN, row_B),
@@ -226,9 +226,9 @@ def test_a_token_that_p_rules_out_never_passes_however_small_q_is() -> None:
         limit_B=torch.ones_like(row_B),
         q_BNV=torch.full((2000, 1, VOCAB), 1e-38),
     )
-    verdict = rejection.judge(known)
-    assert verdict.num_accepted_B.sum() == 0
-    assert (verdict.tokens_BE[:, 0] != 3).all()
+    result = rejection.accept_drafts(known)
+    assert result.num_accepted_B.sum() == 0
+    assert (result.tokens_BE[:, 0] != 3).all()
 
 
 def test_an_empty_residual_falls_back_to_p() -> None:

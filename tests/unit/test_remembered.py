@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.remembered import Remembered
+from tandem.core.expiring_map import ExpiringMap
 
 KEEP_S = 10.0
 Event = tuple[float, int]
@@ -12,7 +12,7 @@ Event = tuple[float, int]
 @given(st.lists(st.tuples(st.floats(0, 7), st.integers(0, 5)), max_size=60))
 def test_a_value_is_kept_for_its_time_and_no_longer(events: list[Event]) -> None:
     now = 0.0
-    remembered = Remembered[int, float](KEEP_S, lambda: now)
+    remembered = ExpiringMap[int, float](KEEP_S, lambda: now)
     came: dict[int, float] = {}
     for pause_s, key in events:
         now += pause_s
@@ -36,7 +36,7 @@ class Counted:
 
 def test_a_sweep_costs_what_it_forgets() -> None:
     now = 0.0
-    remembered = Remembered[Counted, None](KEEP_S, lambda: now)
+    remembered = ExpiringMap[Counted, None](KEEP_S, lambda: now)
     for _ in range(1000):
         now += 0.01
         remembered.add(Counted(), None)

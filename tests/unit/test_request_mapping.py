@@ -8,9 +8,9 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
 from tandem.cluster.client.options import GenerateOptions, build_request
-from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.entrypoints.request_mapping import to_raw_request
 from tandem.cluster.gateway.answer import Answer
-from tandem.cluster.gateway.checks import bounds, checked
+from tandem.cluster.gateway.checks import check_request, field_bounds
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto.mapping import (
     from_proto,
@@ -28,9 +28,9 @@ from tandem.core.answer import (
     Usage,
 )
 from tandem.core.config import TINY_MODEL
-from tandem.core.errors import OtherModel
+from tandem.core.errors import ModelMismatch
 from tandem.core.info import ModelInfo, RankStatus, ServerStatus
-from tandem.core.request import Request, SamplingParams, Speculation, TokenBias, Unchecked
+from tandem.core.request import RawRequest, Request, SamplingParams, Speculation, TokenBias
 from tandem.text.tokenizer import TextStream, Tokenizer
 
 MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 32, 300, (2,), 3, True, "float32")
@@ -38,12 +38,12 @@ THINKER = replace(MODEL, think_token_ids=(8, 9))
 
 
 class Bytes:
-    """A token a byte. ``longest_token_bytes`` is what it says of itself."""
+    """A token a byte. ``max_token_bytes`` is what it says of itself."""
 
     special_tokens: dict[str, int] = {}
 
-    def __init__(self, longest_token_bytes: int | None = None) -> None:
-        self.longest_token_bytes = longest_token_bytes
+    def __init__(self, max_token_bytes: int | None = None) -> None:
+        self.max_token_bytes = max_token_bytes
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
         return [1, *(byte + 3 for byte in text.encode())]
@@ -54,7 +54,7 @@ def make(**fields: Any) -> pb.GenerateRequest:
 
 
 def to_request(message: pb.GenerateRequest, model: ModelInfo, tokenizer: Any) -> Request:
-    return checked(to_unchecked(message), model, tokenizer)
+    return check_request(to_raw_request(message), model, tokenizer)
 
 
 def mapped(message: pb.GenerateRequest) -> Request:
@@ -279,8 +279,8 @@ def test_what_comes_through_no_message_is_checked_alike(
     asked: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(ValueError, match=expected):
-        checked(Unchecked(**({"prompt": [5]} | asked)), MODEL, Bytes())
-    request = checked(Unchecked([5], "a"), MODEL, Bytes())
+        check_request(RawRequest(**({"prompt": [5]} | asked)), MODEL, Bytes())
+    request = check_request(RawRequest([5], "a"), MODEL, Bytes())
     assert request == Request("a", (5,)) == mapped(make(request_id="a", token_ids={"ids": [5]}))
 
 
@@ -328,14 +328,14 @@ def test_resumed_tokens_may_be_a_whole_answer(fields: dict[str, Any], reason: st
     answer = resumed(**fields)
     assert answer.finish_reason == reason
     if reason is not None:
-        finished = answer.finished()
+        finished = answer.make_finished()
         assert finished.usage == Usage(prompt=3), "resumed tokens are not counted again"
         assert (finished.finish_reason, finished.seed) == (reason, 7)
 
 
 def test_every_number_of_a_request_has_bounds() -> None:
     kinds = {getattr(FieldDescriptor, f"CPPTYPE_{kind}") for kind in ("STRING", "BOOL", "ENUM")}
-    table = bounds(Unchecked(), MODEL)
+    table = field_bounds(RawRequest(), MODEL)
     for prefix, message in (("sampling.", pb.Sampling), ("speculation.", pb.Speculation)):
         for field in message.DESCRIPTOR.fields:
             if not field.is_repeated and field.cpp_type not in kinds:
@@ -370,10 +370,10 @@ def test_an_answer_of_another_model_is_refused_with_both_digests() -> None:
     asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), resume_token_ids=[7])
     for same in ("", "d1"):
         asked.resume_model = same
-        assert checked(to_unchecked(asked), model, Bytes()).output_ids == (7,)
+        assert check_request(to_raw_request(asked), model, Bytes()).output_ids == (7,)
     asked.resume_model = "d2" * 1000
-    with pytest.raises(OtherModel, match=r"resume_model=(d2){32}: .* has tiny with digest d1; "):
-        checked(to_unchecked(asked), model, Bytes())
+    with pytest.raises(ModelMismatch, match=r"resume_model=(d2){32}: .* has tiny with digest d1; "):
+        check_request(to_raw_request(asked), model, Bytes())
 
 
 def test_the_first_message_says_which_model_answers() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.runtime.gang.rounds import Rounds
+from tandem.runtime.gang.proposal_rounds import ProposalRounds
 
 
 def total(proposals: list[int]) -> int | None:
@@ -11,33 +11,35 @@ def total(proposals: list[int]) -> int | None:
 
 
 def test_a_plan_waits_for_everybody_and_the_silent_are_asked_once() -> None:
-    rounds = Rounds[int, int](3, total)
-    assert rounds.asks() == [] and rounds.plan() is None, "nobody is asked while nobody has work"
+    rounds = ProposalRounds[int, int](3, total)
+    assert rounds.ranks_to_poll() == [] and rounds.plan() is None, (
+        "nobody is asked while nobody has work"
+    )
     rounds.propose(1, 1, 5)
-    assert rounds.asks() == [0, 2] and rounds.asks() == []
+    assert rounds.ranks_to_poll() == [0, 2] and rounds.ranks_to_poll() == []
     rounds.propose(0, 1, 0)
-    assert rounds.plan() is None and rounds.asks() == []
+    assert rounds.plan() is None and rounds.ranks_to_poll() == []
     rounds.propose(2, 1, 2)
     assert rounds.plan() == (1, 7) and rounds.plan() is None
-    assert rounds.asks() == [], "parked"
+    assert rounds.ranks_to_poll() == [], "parked"
 
 
 def test_entering_is_idempotent_and_remembered_if_early() -> None:
-    rounds = Rounds[int, int](2, total)
+    rounds = ProposalRounds[int, int](2, total)
     rounds.propose(0, 1, 3)
     rounds.propose(0, 1, 3)
     rounds.propose(0, 2, 4)
-    assert rounds.asks() == [1]
+    assert rounds.ranks_to_poll() == [1]
     rounds.propose(1, 1, 1)
     assert rounds.plan() == (1, 4)
     rounds.propose(1, 1, 9)
-    assert rounds.asks() == [1], "what came early wants the next step"
+    assert rounds.ranks_to_poll() == [1], "what came early wants the next step"
     rounds.propose(1, 2, 0)
     assert rounds.plan() == (2, 4)
 
 
 def test_a_step_that_nobody_has_work_for_is_planned_as_none() -> None:
-    rounds = Rounds[int, int](2, total)
+    rounds = ProposalRounds[int, int](2, total)
     rounds.propose(0, 1, 0)
     rounds.propose(1, 1, 0)
     assert rounds.plan() == (1, None)
@@ -48,7 +50,7 @@ class Ranks:
 
     def __init__(self, work: list[list[int]]) -> None:
         self.work = work
-        self.rounds = Rounds[int, int](len(work), total)
+        self.rounds = ProposalRounds[int, int](len(work), total)
         self.next = [1] * len(work)
         self.asked = [0] * len(work)
         self.waiting = [False] * len(work)
@@ -77,7 +79,7 @@ class Ranks:
             self._ask()
 
     def _ask(self) -> None:
-        for rank in self.rounds.asks():
+        for rank in self.rounds.ranks_to_poll():
             self.asked[rank] = self.rounds.step
 
 

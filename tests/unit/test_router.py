@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from tandem.cluster.gateway.affinity import STRIDE, PrefixAffinity
-from tandem.cluster.gateway.handles import Handle
+from tandem.cluster.gateway.handles import RankHandle
 from tandem.cluster.gateway.router import choose_route
 from tandem.core.errors import RankLost
 from tandem.core.identity import Identity
@@ -21,19 +21,19 @@ class NoControl:
         raise AssertionError("a choice calls nobody")
 
 
-def rank(gang: str, **load: int) -> Handle:
+def rank(gang: str, **load: int) -> RankHandle:
     info = RankInfo(RankSpec(gang, "any", 1), ("f",), "none", MODEL, 792, 9)
-    found = Handle(info, NoControl(), Tasks())
+    found = RankHandle(info, NoControl(), Tasks())
     for name, num in load.items():
         setattr(found.load, name, num)
     return found
 
 
-def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> Handle:
+def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> RankHandle:
     return rank(gang, num_tokens=num_tokens, num_sent=num_sent)
 
 
-def decode(gang: str, num_rows: int) -> Handle:
+def decode(gang: str, num_rows: int) -> RankHandle:
     """It runs one sequence of ours, if any, and those of others."""
     found = rank(gang, num_other_rows=max(0, num_rows - 1))
     if num_rows:
@@ -42,15 +42,17 @@ def decode(gang: str, num_rows: int) -> Handle:
 
 
 def chosen(
-    pairs: list[tuple[Handle, Handle]], known: dict[str, int] | None = None, num_tokens: int = 300
+    pairs: list[tuple[RankHandle, RankHandle]],
+    known: dict[str, int] | None = None,
+    num_tokens: int = 300,
 ) -> tuple[str, str]:
     p, d = choose_route(pairs, num_tokens, known or {})
     return p.info.spec.gang, d.info.spec.gang
 
 
 def route(
-    prefills: list[Handle],
-    decodes: list[Handle],
+    prefills: list[RankHandle],
+    decodes: list[RankHandle],
     known: dict[str, int] | None = None,
     num_tokens: int = 300,
 ) -> tuple[str, str]:
@@ -70,7 +72,7 @@ def test_among_equals_the_one_that_got_least() -> None:
 
 
 def test_a_known_beginning_attracts_while_it_saves_more_than_it_makes_wait() -> None:
-    decodes, known = [decode("d", 0)], {prefill("p1").life: 256}
+    decodes, known = [decode("d", 0)], {prefill("p1").epoch_name: 256}
     for lead, expected in ((255, "p1"), (257, "p0")):
         prefills = [prefill("p0"), prefill("p1", lead)]
         assert route(prefills, decodes, known) == (expected, "d")
@@ -90,8 +92,8 @@ def test_a_cold_start_with_one_beginning_for_all_uses_all_ranks() -> None:
         ids = [*range(512), *[1000 + i] * 64]
         pairs = [(p, decode("d", 0)) for p in prefills]
         p, _ = choose_route(pairs, len(ids), affinity.find(ids))
-        affinity.remember(ids, p.life)
-        p.load.computing(len(ids))
+        affinity.remember(ids, p.epoch_name)
+        p.load.track_prompt(len(ids))
     sent = [p.load.num_sent for p in prefills]
     assert min(sent) >= 14, f"requests by rank: {sent}"
 

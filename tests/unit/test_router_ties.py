@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.harness import tiny
 from tandem.model.checkpoint.config import ModelConfig
-from tandem.model.kernels.base import PLAIN, Kernels
+from tandem.model.kernels.base import TORCH_KERNELS, Kernels
 from tandem.model.network.moe import Gate
 from tests.kernels import ours
 
@@ -35,7 +35,7 @@ def expected(method: str, scores: list[float], bias: list[float]) -> list[int]:
     return best(candidates, NUM_CHOSEN)
 
 
-@pytest.mark.parametrize("kernels", [PLAIN, ours()], ids=lambda kernels: kernels.name)
+@pytest.mark.parametrize("kernels", [TORCH_KERNELS, ours()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("method", ["noaux_tc", "greedy", "group_limited_greedy"])
 def test_the_lowest_ids_win_among_equals(method: str, kernels: Kernels, tmp_path: Path) -> None:
     shape: dict[str, object] = {
@@ -58,7 +58,7 @@ def test_the_lowest_ids_win_among_equals(method: str, kernels: Kernels, tmp_path
     if method == "noaux_tc":
         bias_E = torch.randint(0, 2, (NUM_EXPERTS,), generator=generator) * 0.125
         gate.e_score_correction_bias.copy_(bias_E)
-    gate.adopt(kernels)
+    gate.process_weights_after_loading(kernels)
     x_TD = torch.eye(NUM_TOKENS)
     logits_TE = scores_ET.T.float()
     sigmoid = config.scoring_func == "sigmoid"

@@ -10,9 +10,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from benchmarks.harness import tiny
 from tandem.core.request import Request, SamplingParams, TokenBias
-from tandem.model.checkpoint.tensors import select
+from tandem.model.checkpoint.tensors import select_rows
 from tandem.model.sampling.adjust import adjust, count_emitted, no_rules, set_rules
-from tandem.model.sampling.sampler import SamplingRows, adjusted, draw, gumbel
+from tandem.model.sampling.sampler import SamplingRows, apply_rules, draw, gumbel
 from tests.numerics import assert_near, rounding
 
 EOS = tiny.BASE["eos_token_id"]
@@ -81,9 +81,9 @@ def test_draws_follow_the_exact_distribution(
     if rules.adjusts_logits:
         table = no_rules(1, VOCAB, torch.device("cpu"))
         set_rules(table, 0, Request("r", tuple(prompt), sampling=s), tuple(output), frozenset())
-        rows = replace(rows, rules=select(table, torch.zeros_like(count)))
+        rows = replace(rows, rules=select_rows(table, torch.zeros_like(count)))
     drafts_BN = torch.tensor([drafts]).expand(NUM_DRAWS, -1)
-    adjusted_BV = adjusted(logits.expand(NUM_DRAWS, -1), rows, num_output, drafts_BN)
+    adjusted_BV = apply_rules(logits.expand(NUM_DRAWS, -1), rows, num_output, drafts_BN)
     drawn = draw(adjusted_BV, rows, num_output + len(drafts))
     expected = filtered(obvious(logits, prompt, output + drafts, s), s)
     check_chi_square(drawn.bincount(minlength=VOCAB).tolist(), expected)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.core.beat import Beat, Held
 from tandem.core.errors import Overloaded, RankLost
+from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.identity import Identity
-from tandem.core.pace import Pace
+from tandem.core.progress import EngineProgress
 from tandem.core.request import Request, SamplingParams, SequenceUpdate, TokenFrame
 from tandem.core.schema import Failure, WireError, decode, encode_failure, pack, unpack
 
@@ -42,8 +42,12 @@ def test_nested_messages_round_trip() -> None:
     request = Request("r", (1, 2, 3), (4,), SamplingParams(temperature=1, seed=2**62))
     assert unpack(Request, pack(request)).sampling.seed == 2**62
     identity = Identity("r", 2)
-    beat = Beat(
-        Pace(1, 0.5, 10.0), Held(num_active_rows=2, counters={"step_s": 0.1}), 3, 4, (identity,)
+    beat = Heartbeat(
+        EngineProgress(1, 0.5, 10.0),
+        RankLoad(num_active_rows=2, counters={"step_s": 0.1}),
+        3,
+        4,
+        (identity,),
     )
     frame = TokenFrame((SequenceUpdate(identity, (5,)),), beat)
     assert unpack(TokenFrame, pack(frame)) == frame

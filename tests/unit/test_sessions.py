@@ -21,20 +21,24 @@ def test_what_a_silent_gateway_holds_is_dropped_and_no_more() -> None:
     clock = Clock()
     sessions = Sessions(LEASE_S, clock)
     a, b, c = (Identity(name) for name in "abc")
-    sessions.hold(1, a)
-    sessions.hold(1, b)
-    sessions.hold(2, c)
+    sessions.add(1, a)
+    sessions.add(1, b)
+    sessions.add(2, c)
     clock.now += LEASE_S - 1
     sessions.renew(2)
     assert sessions.sweep() == []
     clock.now += 1
     assert set(sessions.sweep()) == {a, b}
-    assert sessions.sweep() == [] and sessions.held(1) == () and sessions.held(2) == (c,)
-    assert sessions.owner(a) is None and sessions.owner(c) == 2
+    assert (
+        sessions.sweep() == []
+        and sessions.sequences_of(1) == ()
+        and sessions.sequences_of(2) == (c,)
+    )
+    assert sessions.session_of(a) is None and sessions.session_of(c) == 2
     sessions.renew(1)
-    assert sessions.held(1) == (), "a gateway that was stopped too long finds nothing"
-    sessions.let_go(c)
-    sessions.let_go(c)
+    assert sessions.sequences_of(1) == (), "a gateway that was stopped too long finds nothing"
+    sessions.release(c)
+    sessions.release(c)
     assert len(sessions) == 0
     sessions.check_integrity()
 
@@ -55,12 +59,12 @@ def test_random_lives(operations: list[tuple[str, int, int]]) -> None:
             renewed[session] = clock.now
         elif operation == "h":
             identity = Identity("r", number)
-            sessions.hold(session, identity)
+            sessions.add(session, identity)
             held[identity] = session, clock.now
             renewed[session] = clock.now
         elif operation == "l" and held:
             identity = list(held)[number % len(held)]
-            sessions.let_go(identity)
+            sessions.release(identity)
             del held[identity]
         elif operation == "s":
             late = {s for s, at in renewed.items() if at <= clock.now - LEASE_S}

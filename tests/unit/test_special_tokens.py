@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from tandem.cluster.client.options import GenerateOptions, build_request
-from tandem.cluster.commands.generate import Asked
-from tandem.cluster.entrypoints.request_mapping import to_unchecked
+from tandem.cluster.commands.generate import GenerateCommandOptions
+from tandem.cluster.entrypoints.request_mapping import to_raw_request
 from tandem.cluster.gateway.answer import Answer
-from tandem.cluster.gateway.checks import checked
+from tandem.cluster.gateway.checks import check_request
 from tandem.core.answer import Delta
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import ModelInfo
 from tandem.core.request import Request, SamplingParams, SequenceUpdate
-from tandem.prefill_node.prefill_calls import Prefilled
+from tandem.prefill_node.prefill_calls import PrefillReply
 from tandem.text.tokenizer import TextStream, Tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
@@ -24,7 +24,7 @@ EOS = "<｜end▁of▁sentence｜>"
 def asked(model: ModelInfo = MODEL, **options: object) -> SamplingParams:
     """Return the sampling of a request that a client makes with these options."""
     message = build_request([0], GenerateOptions(**options))  # type: ignore[typeddict-item]
-    return checked(to_unchecked(message), model, TOKENIZER).sampling
+    return check_request(to_raw_request(message), model, TOKENIZER).sampling
 
 
 def test_a_stop_string_that_is_a_special_token_stops_by_its_id() -> None:
@@ -59,7 +59,7 @@ def test_special_tokens_are_skipped_unless_a_request_keeps_them() -> None:
     assert asked().skip_special_tokens and asked(skip_special_tokens=True).skip_special_tokens
     assert not asked(skip_special_tokens=False).skip_special_tokens
     for skips in (True, False):
-        options = Asked(prompt="x", skip_special_tokens=skips).of_request()
+        options = GenerateCommandOptions(prompt="x", skip_special_tokens=skips).request_options()
         assert options["skip_special_tokens"] is skips
 
 
@@ -112,7 +112,7 @@ def test_a_token_that_ends_an_answer_is_in_no_text() -> None:
     sampling = SamplingParams(skip_special_tokens=False)
     request = Request("r", (0,), sampling=replace(sampling, seed=0))
     made = Answer(request, TextStream(TOKENIZER, skip_special_tokens=False), MODEL)
-    assert made.prefilled(Prefilled(1, 0, 0.0, 0.0)) == Delta(0, (1,), "", ())
+    assert made.on_prefilled(PrefillReply(1, 0, 0.0, 0.0)) == Delta(0, (1,), "", ())
 
 
 @pytest.mark.parametrize("stop", ["othere", "other thereX", "ther t"])
@@ -122,12 +122,12 @@ def test_text_held_for_a_stop_string_survives_a_move(stop: str) -> None:
     sampling = SamplingParams(stop=(stop,), seed=0, max_tokens=len(ids))
     for num_before in range(1, len(ids)):
         made = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
-        text = made.prefilled(Prefilled(ids[0], 0, 0.0, 0.0)).text
+        text = made.on_prefilled(PrefillReply(ids[0], 0, 0.0, 0.0)).text
         for token in ids[1:num_before]:
             text += made.update(SequenceUpdate("r", (token,), None)).text
         if not made.is_finished:
-            assert made.rest().output_ids == tuple(ids[:num_before])
-            text += made.prefilled(Prefilled(ids[num_before], 0, 0.0, 0.0)).text
+            assert made.remaining_request().output_ids == tuple(ids[:num_before])
+            text += made.on_prefilled(PrefillReply(ids[num_before], 0, 0.0, 0.0)).text
         for i in range(num_before + 1, len(ids)):
             if not made.is_finished:
                 last = "length" if i == len(ids) - 1 else None

@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.kv_transfer import caches as caches_module
-from tandem.kv_transfer.caches import PagedCaches, Span, check_chunks, chunks, staged
+from tandem.kv_transfer.caches import (
+    PagedCaches,
+    Span,
+    check_chunks,
+    split_into_chunks,
+    staging_view,
+)
 from tandem.kv_transfer.layout import Group, Layout
 from tandem.kv_transfer.pages import PagePool
 from tandem.kv_transfer.staging import StagingPool
@@ -109,7 +115,9 @@ def test_token_wise_copies_between_different_page_sizes() -> None:
 @settings(max_examples=60, deadline=None)
 def test_chunks_cover_the_range_and_fit(lo: int, length: int, layers: int, chunk: int) -> None:
     group = Group("g", layers, 4)
-    parts = [(part.lo, part.hi) for part in chunks(Span(group, (), lo, lo + length), chunk)]
+    parts = [
+        (part.lo, part.hi) for part in split_into_chunks(Span(group, (), lo, lo + length), chunk)
+    ]
     assert [t for a, b in parts for t in range(a, b)] == list(range(lo, lo + length))
     assert all(0 < (b - a) * layers * 4 <= chunk for a, b in parts)
 
@@ -125,7 +133,7 @@ def test_staged_is_a_view_of_the_buffer() -> None:
     pool = StagingPool(100, 100)
     buffer = pool._free[0]
     buffer.bytes.zero_()
-    view = staged(Span(Group("g", 2, 4), (), 0, 3), buffer)
+    view = staging_view(Span(Group("g", 2, 4), (), 0, 3), buffer)
     view.fill_(9)
     assert view.shape == (2, 3, 4) and int(buffer.bytes.sum()) == 9 * 24
 

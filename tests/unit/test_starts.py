@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.control.company import MAX_UNANSWERED, Company
-from tandem.cluster.control.members import RayMembers, _tell
+from tandem.cluster.control.failure import EpochOver
+from tandem.cluster.control.members import RayMembers, _log_notices
 from tandem.cluster.control.plan import GangPlan
-from tandem.cluster.control.verdict import LifeOver
+from tandem.cluster.control.rank_group import MAX_UNANSWERED, RankGroup
 from tandem.core.config import load
 from tandem.core.errors import RankLost
 from tandem.core.info import ModelInfo
@@ -25,7 +25,7 @@ from tandem.core.membership import (
     RankSpec,
     RankState,
 )
-from tandem.core.pace import LOADING
+from tandem.core.progress import LOADING
 from tandem.core.schema import Failure
 from tests.waiting import for_ever
 
@@ -49,7 +49,7 @@ class FakeRank:
     def __init__(self, rank: int, says: Callable[[int], dict[str, object] | None]) -> None:
         self.spec, self.says, self.num_asked = RankSpec("d", "decode", 5, rank, 2), says, 0
 
-    async def who(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
+    async def get_state(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
         self.num_asked += 1
         said = self.says(self.num_asked)
         if said is None:
@@ -60,30 +60,30 @@ class FakeRank:
         pass
 
 
-def company(*says: Callable[[int], dict[str, object] | None]) -> Company:
+def rank_group(*says: Callable[[int], dict[str, object] | None]) -> RankGroup:
     control = load(
         None, ["control.stall_timeout_s=0.05", f"control.startup_timeout_s={START_S}"]
     ).control
-    made = Company(GangPlan("d", "decode", len(says), {}), control)
+    made = RankGroup(GangPlan("d", "decode", len(says), {}), control)
     made.handles = {rank: FakeRank(rank, one) for rank, one in enumerate(says)}  # type: ignore[misc]
     return made
 
 
 async def asked(
-    ranks: Company, for_s: float, monkeypatch: pytest.MonkeyPatch, from_s: float = 0.0
+    ranks: RankGroup, for_s: float, monkeypatch: pytest.MonkeyPatch, from_s: float = 0.0
 ) -> None:
     for tick in range(round(from_s / TICK_S), round((from_s + for_s) / TICK_S)):
         clock = SimpleNamespace(monotonic=lambda now=tick * TICK_S: now)
-        monkeypatch.setattr("tandem.cluster.control.company.time", clock)
-        await ranks.ask(SEEN)
+        monkeypatch.setattr("tandem.cluster.control.rank_group.time", clock)
+        await ranks.poll_states(SEEN)
 
 
 def moves(n: int) -> dict[str, object]:
-    return {"doing": LOADING, "progress": n / 10_000}
+    return {"activity": LOADING, "progress": n / 10_000}
 
 
 def hangs(n: int) -> dict[str, object]:
-    return {"doing": "waiting for process 4711, which compiles kernels", "progress": 0.5}
+    return {"activity": "waiting for process 4711, which compiles kernels", "progress": 0.5}
 
 
 def silent(n: int) -> None:
@@ -91,20 +91,23 @@ def silent(n: int) -> None:
 
 
 def stopped(n: int) -> dict[str, object] | None:
-    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True} if n < 5 else None
+    return {"activity": "joining its gang", "is_loaded": True, "is_joined": True} if n < 5 else None
 
 
 def joins(n: int) -> dict[str, object]:
-    return {"doing": "joining its gang", "is_loaded": True, "is_joined": True}
+    return {"activity": "joining its gang", "is_loaded": True, "is_joined": True}
 
 
 def waits(n: int) -> dict[str, object]:
-    return {"doing": "waiting for its gang", "is_loaded": True}
+    return {"activity": "waiting for its gang", "is_loaded": True}
 
 
 def lacks_weights(n: int) -> dict[str, object]:
     """For longer than START_S, and then it loads."""
-    waits = {"doing": "importing torch", "waits": "not loading: other weights" if n > 2 else ""}
+    waits = {
+        "activity": "importing torch",
+        "wait_reason": "not loading: other weights" if n > 2 else "",
+    }
     return waits if n < 2 * START_S / TICK_S else moves(n)
 
 
@@ -148,9 +151,9 @@ async def test_who_does_not_get_on_is_lost(
     text: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(LifeOver, match=text) as over:
-        await asked(company(*says), 10, monkeypatch)
-    assert over.value.lost == lost and isinstance(over.value.cause, RankLost)
+    with pytest.raises(EpochOver, match=text) as over:
+        await asked(rank_group(*says), 10, monkeypatch)
+    assert over.value.lost_ranks == lost and isinstance(over.value.cause, RankLost)
 
 
 @pytest.mark.parametrize(
@@ -168,38 +171,38 @@ async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
     says: tuple[Callable[[int], dict[str, object] | None], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of one that is ready silence means nothing by itself."""
-    await asked(company(*says), 4 * START_S, monkeypatch)
+    await asked(rank_group(*says), 4 * START_S, monkeypatch)
 
 
 async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was ready and left. One that has never answered may take longer."""
     monkeypatch.setattr(
-        "tandem.cluster.control.company.time", SimpleNamespace(monotonic=lambda: 0.0)
+        "tandem.cluster.control.rank_group.time", SimpleNamespace(monotonic=lambda: 0.0)
     )
-    ranks = company(lambda n: serves(n) if n == 1 else None, silent)
+    ranks = rank_group(lambda n: serves(n) if n == 1 else None, silent)
     monkeypatch.setattr(ranks.handles[0], "leave", leaves, raising=False)
     for _ in range(3):
-        await ranks.ask(SEEN)
+        await ranks.poll_states(SEEN)
     ranks.states = {}
-    await ranks._leave(0)
+    await ranks._leave_epoch(0)
     for _ in range(MAX_UNANSWERED - 1):
-        await ranks.ask(SEEN)
+        await ranks.poll_states(SEEN)
     text = "d.0: starting its process, but it does not answer: 5 questions"
-    with pytest.raises(LifeOver, match=text) as over:
-        await ranks.ask(SEEN)
-    assert over.value.lost == {0}
+    with pytest.raises(EpochOver, match=text) as over:
+        await ranks.poll_states(SEEN)
+    assert over.value.lost_ranks == {0}
 
 
 async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Long after its predecessor said the same, and served."""
-    ranks = company(lambda n: hangs(n) if n < 3 else serves(n))
+    ranks = rank_group(lambda n: hangs(n) if n < 3 else serves(n))
     await asked(ranks, 2 * START_S, monkeypatch)
     ranks.kill([0])
-    ranks.handles = company(hangs).handles
+    ranks.handles = rank_group(hangs).handles
     await asked(ranks, START_S / 2, monkeypatch, from_s=2 * START_S)
-    with pytest.raises(LifeOver):
+    with pytest.raises(EpochOver):
         await asked(ranks, 2 * START_S, monkeypatch, from_s=2.5 * START_S)
 
 
@@ -207,23 +210,23 @@ async def test_who_has_said_nothing_is_not_taken_for_who_was_there_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And served: it is no excuse for one that never answers."""
-    ranks = company(serves)
+    ranks = rank_group(serves)
     await asked(ranks, START_S / 2, monkeypatch)
     ranks.kill([0])
-    ranks.handles = company(silent).handles
-    with pytest.raises(LifeOver, match="starting its process"):
+    ranks.handles = rank_group(silent).handles
+    with pytest.raises(EpochOver, match="starting its process"):
         await asked(ranks, 2 * START_S, monkeypatch, from_s=START_S / 2)
 
 
 async def test_each_rank_tells_what_it_does() -> None:
-    ranks = company(lambda n: {"doing": LOADING, "progress": 0.4}, silent)
-    assert ranks.starts == ("d.0: starting its process", "d.1: starting its process")
-    await ranks.ask(SEEN)
-    assert ranks.starts[0] == "d.0: loading weights, 40%"
-    assert ranks.starts[1] == "d.1: starting its process, but it does not answer"
-    ready = company(serves)
-    await ready.ask(SEEN)
-    assert ready.starts == ()
+    ranks = rank_group(lambda n: {"activity": LOADING, "progress": 0.4}, silent)
+    assert ranks.startup_notes == ("d.0: starting its process", "d.1: starting its process")
+    await ranks.poll_states(SEEN)
+    assert ranks.startup_notes[0] == "d.0: loading weights, 40%"
+    assert ranks.startup_notes[1] == "d.1: starting its process, but it does not answer"
+    ready = rank_group(serves)
+    await ready.poll_states(SEEN)
+    assert ready.startup_notes == ()
 
 
 class FakeMembers:
@@ -234,7 +237,7 @@ class FakeMembers:
             Membership((1, i), gangs) for i, gangs in enumerate(snapshots)
         ]
 
-    async def changed(self, after: tuple[int, int]) -> Membership:
+    async def wait_for_change(self, after: tuple[int, int]) -> Membership:
         return self._left.pop(0)
 
 
@@ -246,7 +249,7 @@ async def waited(*lives: Gang) -> list[str]:
     """What is told until it can be served."""
     told: list[str] = []
     members: Any = FakeMembers(*((READY_P, life) for life in lives))
-    await RayMembers.started(members, told.append)
+    await RayMembers.wait_until_started(members, told.append)
     return told
 
 
@@ -256,9 +259,9 @@ def of_decode(state: str, **fields: Any) -> Gang:
 
 async def test_serve_tells_what_it_waits_for() -> None:
     told = await waited(
-        of_decode(STARTING, starts=("decode-0: waiting for room",)),
+        of_decode(STARTING, startup_notes=("decode-0: waiting for room",)),
         of_decode(LOST, **DIED),
-        of_decode(STARTING, starts=("decode-0: loading weights, 40%",), **DIED),
+        of_decode(STARTING, startup_notes=("decode-0: loading weights, 40%",), **DIED),
         of_decode(READY, **DIED),
     )
     assert told == [
@@ -277,17 +280,19 @@ async def test_serve_ends_with_what_keeps_a_gang_from_starting(state: str) -> No
 
 def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     plain = replace(INFO, why_plain="without native kernels: no C++ compiler")
-    _tell([INFO, plain, plain])
+    _log_notices([INFO, plain, plain])
     [told] = caplog.messages
     assert told.startswith("steps are slower") and told.endswith("no C++ compiler")
-    _tell([INFO])
+    _log_notices([INFO])
     assert len(caplog.messages) == 1
 
 
 async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
     """It was lost, and may find no room for long."""
-    other = Gang("decode-1", "decode", 7, STARTING, starts=("decode-1: waiting for room",), **DIED)
+    other = Gang(
+        "decode-1", "decode", 7, STARTING, startup_notes=("decode-1: waiting for room",), **DIED
+    )
     told: list[str] = []
     members: Any = FakeMembers((READY_P, of_decode(READY), other))
-    await RayMembers.started(members, told.append)
+    await RayMembers.wait_until_started(members, told.append)
     assert told == ["decode-1: waiting for room"]

@@ -7,38 +7,38 @@ import grpc
 import pytest
 
 from tandem.cluster.entrypoints.status_codes import status_of
-from tandem.cluster.proto.wire import RETRY_AFTER_KEY
+from tandem.cluster.proto.grpc_settings import RETRY_AFTER_KEY
 from tandem.core.errors import (
     Draining,
     HandoverError,
     LayoutMismatch,
-    NonFinite,
-    OtherModel,
+    ModelMismatch,
+    NonFiniteLogits,
     Overloaded,
-    Poisonous,
+    PoisonRequest,
     Preempted,
     RankLost,
     StalePages,
     StepFailed,
 )
-from tandem.core.schema import error_of, failure_of
+from tandem.core.schema import to_error, to_failure
 
 
 def test_what_is_not_finite_says_so_wherever_it_was_raised() -> None:
     """A client is not to send it again, and the log holds no traceback."""
-    error = error_of(failure_of(NonFinite.of("r1", 7)))
-    assert isinstance(error, NonFinite)
+    error = to_error(to_failure(NonFiniteLogits.of("r1", 7)))
+    assert isinstance(error, NonFiniteLogits)
     status = status_of(error)
     assert status.code == grpc.StatusCode.INTERNAL
     assert status.details.startswith("non_finite: r1: after 7 tokens")
 
 
 def test_poison_is_not_to_be_sent_again() -> None:
-    assert status_of(Poisonous("alone")).code == grpc.StatusCode.INTERNAL
+    assert status_of(PoisonRequest("alone")).code == grpc.StatusCode.INTERNAL
 
 
 def test_what_no_other_try_helps_is_a_failed_precondition() -> None:
-    assert status_of(OtherModel("another")).code == grpc.StatusCode.FAILED_PRECONDITION
+    assert status_of(ModelMismatch("another")).code == grpc.StatusCode.FAILED_PRECONDITION
 
 
 @pytest.mark.parametrize(

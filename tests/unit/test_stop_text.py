@@ -12,7 +12,7 @@ from tandem.core.answer import SpeculationCounts, TokenLogprobs
 from tandem.core.config import TINY_MODEL
 from tandem.core.info import ModelInfo
 from tandem.core.request import Request, SamplingParams, SequenceUpdate
-from tandem.prefill_node.prefill_calls import Prefilled
+from tandem.prefill_node.prefill_calls import PrefillReply
 from tandem.text.stop_text import AnswerText, StopText
 from tandem.text.tokenizer import TextStream, Tokenizer
 
@@ -75,7 +75,7 @@ class SlowStopText:
         if may_stop and spans:
             self._held = ""
             return whole[: min(spans, key=lambda span: (span[1], span[0]))[0]], True
-        ends = [whole[num_told:] for num_told in range(len(whole))]
+        ends = [whole[num_updates:] for num_updates in range(len(whole))]
         self._held = next((end for end in ends if begins(end, list(self._stops))), "")
         return whole.removesuffix(self._held), False
 
@@ -140,10 +140,10 @@ def test_answers_and_their_resumption_stop_alike(
     """Real tokens: characters of several tokens, any runs of tokens, any point to resume from."""
     ids = tuple(TOKENIZER.encode("".join(words))[1:])
     whole = AnswerText(TextStream(TOKENIZER), tuple(stops), 0)
-    told = [whole.push((token,))[0] for token in ids if not whole.stopped]
+    told = [whole.push((token,))[0] for token in ids if not whole.is_stopped]
     text = "".join(told) + whole.finish()
     expected, number = oracle(["".join(words)], stops, 0)
-    assert text == expected and whole.stopped == (number is not None)
+    assert text == expected and whole.is_stopped == (number is not None)
     cut = min(cut, len(told))
     sampling = SamplingParams(seed=0, stop=tuple(stops), max_tokens=100)
     request = Request("r", (0,), ids[:cut], sampling)
@@ -158,17 +158,17 @@ def test_answers_and_their_resumption_stop_alike(
         rest += answer.update(SequenceUpdate("r", run, last)).text
     if answer.is_finished:
         assert rest == text and answer.token_ids == list(ids[cut : len(told)])
-        assert answer.finish_reason == ("stop" if whole.stopped else "length")
+        assert answer.finish_reason == ("stop" if whole.is_stopped else "length")
 
 
 def test_an_answer_that_goes_on_elsewhere_for_its_last_token_ends_with_it() -> None:
     ids = tuple(TOKENIZER.encode(char)[1] for char in "abc")
     sampling = SamplingParams(seed=0, max_tokens=len(ids))
     answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
-    answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
+    answer.on_prefilled(PrefillReply(ids[0], 0, 0.0, 0.0))
     answer.update(SequenceUpdate("r", ids[1:-1], None))
-    assert not answer.is_finished and answer.rest().output_ids == ids[:-1]
-    answer.prefilled(Prefilled(ids[-1], 0, 0.0, 0.0))
+    assert not answer.is_finished and answer.remaining_request().output_ids == ids[:-1]
+    answer.on_prefilled(PrefillReply(ids[-1], 0, 0.0, 0.0))
     assert answer.finish_reason == "length"
 
 
@@ -177,7 +177,7 @@ def test_a_cut_run_counts_what_was_kept() -> None:
     ids = tuple(TOKENIZER.encode(char)[1] for char in "abcdefghi")
     sampling = SamplingParams(seed=0, stop=("g",))
     answer = Answer(Request("r", (0,), sampling=sampling), TextStream(TOKENIZER), MODEL)
-    answer.prefilled(Prefilled(ids[0], 0, 0.0, 0.0))
+    answer.on_prefilled(PrefillReply(ids[0], 0, 0.0, 0.0))
     answer.update(
         SequenceUpdate("r", ids[1:5], None, None, SpeculationCounts(1, 3, 3, (1, 1, 1), 3))
     )
@@ -186,8 +186,10 @@ def test_a_cut_run_counts_what_was_kept() -> None:
     delta = answer.update(SequenceUpdate("r", ids[5:9], None, None, counts, logprobs))
     assert (delta.token_ids, delta.text) == (ids[5:7], "f")
     assert delta.logprobs == logprobs[:2]
-    finished = answer.finished()
+    finished = answer.make_finished()
     assert (finished.finish_reason, finished.usage.completion) == ("stop", 7)
     assert finished.speculation == SpeculationCounts(2, 6, 5, (2, 2, 1), 3)
     first = SpeculationCounts(1, 3, 3, (1, 1, 1), 3)
-    assert first.cut(SpeculationCounts(), 1) == SpeculationCounts(1, 3, 1, (1, 0, 0), 1)
+    assert first.truncate_last_run(SpeculationCounts(), 1) == SpeculationCounts(
+        1, 3, 1, (1, 0, 0), 1
+    )

@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tandem.model.drafters import CLASSES, NONE
+from tandem.model.drafters import CHAIN_DRAFTERS, NONE
 from tests.sizes import PRODUCT, ROOT, SPINE, names, product
 
 PAGE = ROOT / "docs/structure.md"
@@ -75,7 +75,7 @@ def test_a_name_is_looked_for_near_the_last_one() -> None:
 
 def test_nobody_but_the_table_of_drafters_asks_for_one_by_name() -> None:
     """No comparison, match or key with a drafter's name: what differs is in the drafter."""
-    kinds = {*CLASSES, NONE}
+    kinds = {*CHAIN_DRAFTERS, NONE}
     found = []
     for file in product():
         if file == "model/drafters/__init__.py":

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from tandem.core.errors import HandoverError
-from tandem.core.tasks import Tasks, again, cancelled, threaded
+from tandem.core.tasks import Tasks, cancel_and_wait, run_periodically, start_in_thread
 from tests.waiting import PATIENCE_S, for_ever, until
 
 
@@ -35,14 +35,14 @@ async def test_what_is_done_again_and_again_outlives_a_turn_that_fails(
         if len(turns) == 2:
             raise KeyError("a bug")
 
-    task = asyncio.create_task(again(0.001, turn))
+    task = asyncio.create_task(run_periodically(0.001, turn))
     await until(lambda: len(turns) >= 4)
-    await cancelled(task)
+    await cancel_and_wait(task)
     assert task.cancelled() and [bool(record.exc_info) for record in caplog.records] == [True]
 
 
 def test_what_runs_on_a_thread_tells_its_end_and_cannot_be_cancelled() -> None:
-    future = threaded(lambda: 7)
+    future = start_in_thread(lambda: 7)
     assert not future.cancel() and future.result(PATIENCE_S) == 7
     with pytest.raises(ZeroDivisionError):
-        threaded(lambda: 1 // 0).result(PATIENCE_S)
+        start_in_thread(lambda: 1 // 0).result(PATIENCE_S)

@@ -16,7 +16,7 @@ from tandem.text.tokenizer import TextStream, Tokenizer
 from tests.tokenizer_folders import CUT, FILLED, write_folder, write_tokenizer
 
 TOKENIZER = Tokenizer(TINY_MODEL)
-REPLACEMENT = "\ufffd"
+REPLACEMENT_CHAR = "\ufffd"
 
 
 def stream(
@@ -36,8 +36,8 @@ def test_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
     ids = TOKENIZER.encode(text)
     pieces = stream(ids, sizes)
     assert "".join(pieces) == TOKENIZER.decode(ids) == text
-    if REPLACEMENT not in text:
-        assert not any(REPLACEMENT in piece for piece in pieces)
+    if REPLACEMENT_CHAR not in text:
+        assert not any(REPLACEMENT_CHAR in piece for piece in pieces)
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.booleans())
@@ -63,7 +63,7 @@ def test_random_tokens_of_published_tokenizers_stream_like_they_decode(
     print(f"seed {seed}")
     generator = random.Random(seed)
     size = published.vocab_size
-    broken = [i for i in range(size) if REPLACEMENT in published.decode([i])]
+    broken = [i for i in range(size) if REPLACEMENT_CHAR in published.decode([i])]
     for _ in range(num):
         common, skips = generator.random(), generator.random() < 0.5
         ids = [
@@ -87,7 +87,7 @@ def test_characters_of_several_byte_tokens_stream_whole(
     ids = tokenizer.encode(text)
     pieces = stream(ids, [size] * len(ids), tokenizer)
     assert "".join(pieces) == tokenizer.decode(ids) == text
-    assert not any(REPLACEMENT in piece for piece in pieces)
+    assert not any(REPLACEMENT_CHAR in piece for piece in pieces)
 
 
 def test_bytes_that_are_no_text_are_sent_when_their_run_ends(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_bytes_that_are_no_text_are_sent_when_their_run_ends(tmp_path: Path) -> 
     text = TextStream(tokenizer)
     assert [text.push([token]) for token in head] == [""] * len(head)
     assert text.push([head[-1]]) == ""
-    assert text.push([letter]) == REPLACEMENT * 4 + "x"
+    assert text.push([letter]) == REPLACEMENT_CHAR * 4 + "x"
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
@@ -150,10 +150,10 @@ def test_a_character_of_several_tokens_is_held_back() -> None:
 def test_broken_bytes_are_sent_as_soon_as_no_character_can_come_of_them() -> None:
     first, second, *_ = TOKENIZER.encode("😀")[1:]
     text = TextStream(TOKENIZER)
-    assert [text.push([first]) for _ in range(50)] == ["", *[REPLACEMENT] * 49]
-    assert text.finish() == REPLACEMENT
+    assert [text.push([first]) for _ in range(50)] == ["", *[REPLACEMENT_CHAR] * 49]
+    assert text.finish() == REPLACEMENT_CHAR
     text = TextStream(TOKENIZER)
-    assert [text.push([second]) for _ in range(50)] == [REPLACEMENT] * 50
+    assert [text.push([second]) for _ in range(50)] == [REPLACEMENT_CHAR] * 50
     assert text.finish() == ""
 
 
@@ -178,7 +178,7 @@ def test_tokens_without_text_do_not_part_a_character(silent: int) -> None:
 
 
 RAW = json.loads((TINY_MODEL / "tokenizer.json").read_text())
-LONGEST = TOKENIZER.longest_token_bytes
+LONGEST = TOKENIZER.max_token_bytes
 SPLIT = {"type": "Split", "pattern": {"Regex": r"\s+"}, "invert": False}
 BYTE_LEVEL = RAW["pre_tokenizer"]
 
@@ -224,7 +224,7 @@ def test_what_may_shorten_a_text_leaves_it_without_a_bound(
     tmp_path: Path, changes: dict[str, object], longest: int | None
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(RAW | changes))
-    assert Tokenizer(tmp_path).longest_token_bytes == longest
+    assert Tokenizer(tmp_path).max_token_bytes == longest
 
 
 def test_a_byte_without_a_token_leaves_a_text_without_a_bound(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_a_byte_without_a_token_leaves_a_text_without_a_bound(tmp_path: Path) ->
         json.dumps(RAW | {"model": RAW["model"] | {"vocab": vocab, "merges": merges}})
     )
     tokenizer = Tokenizer(tmp_path)
-    assert tokenizer.encode("z" * 99) == [0] and tokenizer.longest_token_bytes is None
+    assert tokenizer.encode("z" * 99) == [0] and tokenizer.max_token_bytes is None
 
 
 def test_importable_without_torch() -> None:

@@ -15,8 +15,8 @@ from benchmarks.harness.engines import Bench, greedy, load
 from tandem.decode_node.program.step import move_path, verify
 from tandem.model.drafters.base import Drafts
 from tandem.model.network.cache import MAIN
-from tandem.model.network.tree import tree_of
-from tandem.model.sampling.acceptance.base import Verdict
+from tandem.model.network.tree import build_tree
+from tandem.model.sampling.acceptance.base import VerifyResult
 from tests.numerics import assert_near, network_rounding
 from tests.trees import Parents, level_of, path_to
 from tests.unit.test_drafts import prompt
@@ -68,10 +68,10 @@ def test_a_tree_is_transformers_forward_with_its_mask(
         num_more = bench.pool.num_pages_for(len(known) + len(parents) + 1) - len(sequence.pages)
         sequence.pages.extend(bench.pool.allocate(max(0, num_more)))
         launcher = bench.decode._launcher
-        launcher.rows.grow(sequence)
+        launcher.rows.update_page_table(sequence)
         rows = launcher.rows.select(torch.tensor([sequence.row]), len(sequence.pages))
         tokens = [draw.randrange(5, 90) for _ in parents]
-        tree = tree_of(torch.tensor([parents]), level_of(parents).depth)
+        tree = build_tree(torch.tensor([parents]), level_of(parents).depth)
         with torch.inference_mode():
             drafts = Drafts(torch.tensor([tokens]))
             *_, [logits_NV] = verify(loaded, bench.caches, rows, drafts, tree)
@@ -81,9 +81,9 @@ def test_a_tree_is_transformers_forward_with_its_mask(
         node = draw.randint(1, len(parents))
         path = path_to(parents, node)
         path_BE = torch.tensor([[0, *path, *([0] * (tree.depth - len(path)))]])
-        verdict = Verdict(torch.zeros_like(path_BE), torch.tensor([len(path)]), path_BE)
+        result = VerifyResult(torch.zeros_like(path_BE), torch.tensor([len(path)]), path_BE)
         with torch.inference_mode():
-            move_path(loaded, bench.caches[MAIN], rows, verdict)
+            move_path(loaded, bench.caches[MAIN], rows, result)
             known += [tokens[one - 1] for one in path]
             state = replace(
                 rows.state,

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.engines import Bench, greedy, load
-from tandem.core.levels import MOST_NODES, Level, chains, slots_ahead, usable
+from tandem.core.draft_shapes import (
+    MAX_NODES,
+    DraftShape,
+    chain_shapes,
+    max_usable_shape,
+    num_slots_ahead,
+)
 from tandem.core.request import (
     REJECTION,
     RELAXED,
@@ -20,14 +26,14 @@ from tandem.core.request import (
     SamplingParams,
     Speculation,
 )
-from tandem.decode_node.planning.rungs import Rungs
+from tandem.decode_node.planning.acceptance_stats import DepthTransitions
 from tandem.model.drafters.mtp import MtpDrafter
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.batch import visible_slots
 from tandem.model.network.cache import MAIN
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 from tandem.model.sampling.acceptance import paths
-from tandem.model.sampling.acceptance.base import AcceptanceRows, Evidence
+from tandem.model.sampling.acceptance.base import AcceptanceRows, VerifyInput
 from tandem.model.sampling.thinking import thinking_before
 from tests.small import write_small
 from tests.trees import HiddenChain, Parents, ScriptedTree, level_of, path_to, shapes
@@ -47,7 +53,7 @@ def loaded(folder: Path) -> LoadedModel:
     return load(folder, "model.kernels=native")
 
 
-def random_shapes(num: int, most: int = MOST_NODES) -> list[Parents]:
+def random_shapes(num: int, most: int = MAX_NODES) -> list[Parents]:
     draw = random.Random(4)
     sizes = [draw.randint(6, most) for _ in range(num)]
     return [tuple(draw.randint(max(0, i - 5), i) for i in range(size)) for size in sizes]
@@ -56,7 +62,7 @@ def random_shapes(num: int, most: int = MOST_NODES) -> list[Parents]:
 @pytest.mark.parametrize("parents", [*shapes(4), *random_shapes(20)])
 def test_who_lies_behind_whom(parents: Parents) -> None:
     level = level_of(parents)
-    tree = tree_of(torch.tensor([parents, parents]), level.depth)
+    tree = build_tree(torch.tensor([parents, parents]), level.depth)
     for node in range(len(parents) + 1):
         path = path_to(parents, node)
         assert tree.depth_BQ[1, node] == len(path)
@@ -89,7 +95,7 @@ SHAPES = [shape for num in (1, 2, 3) for shape in shapes(num)]
 SOME = random.Random(2).sample(shapes(5), 6) + random_shapes(3, 20)
 
 
-@pytest.mark.parametrize("is_fed", [False, True])
+@pytest.mark.parametrize("runs_on_host", [False, True])
 @pytest.mark.parametrize(
     "parents",
     [
@@ -98,11 +104,11 @@ SOME = random.Random(2).sample(shapes(5), 6) + random_shapes(3, 20)
         *(pytest.param(one, marks=pytest.mark.slow) for one in shapes(4) + shapes(5)),
     ],
 )
-def test_every_path_of_a_tree(loaded: LoadedModel, parents: Parents, is_fed: bool) -> None:
+def test_every_path_of_a_tree(loaded: LoadedModel, parents: Parents, runs_on_host: bool) -> None:
     """Each end in turns: so many tokens, the same ones, and the same bits in the caches."""
     ids, ends = prompt(10, seed=4), list(range(len(parents) + 1))
     expected, _, plain = run(loaded, ids, 40, num_drafts=0)
-    drafter = ScriptedTree(expected, len(ids), parents, ends, fed=is_fed)
+    drafter = ScriptedTree(expected, len(ids), parents, ends, fed=runs_on_host)
     told, emitted, caches = run(replace(loaded, drafter=drafter), ids, 40)
     assert told == expected
     for i, num in enumerate(emitted[:-1]):
@@ -126,7 +132,7 @@ def everything(prompts: Sequence[list[int]] | None = None) -> list[Request]:
 def hidden_chain(loaded: LoadedModel, *, fed: bool = False) -> LoadedModel:
     assert isinstance(loaded.drafter, MtpDrafter)
     drafter = HiddenChain(loaded.drafter._network, loaded.drafter._layer)
-    drafter.is_fed = fed  # type: ignore[misc]
+    drafter.runs_on_host = fed  # type: ignore[misc]
     return replace(loaded, drafter=drafter)
 
 
@@ -145,14 +151,14 @@ def answers(loaded: LoadedModel, asked: list[Request], **more: object) -> tuple[
     return [told[request.request_id] for request in asked], bench
 
 
-@pytest.mark.parametrize("is_fed", [False, True])
+@pytest.mark.parametrize("runs_on_host", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_strict_answers_are_those_without_drafts_whatever_rows_ask_for(
-    loaded: LoadedModel, overlap: bool, is_fed: bool
+    loaded: LoadedModel, overlap: bool, runs_on_host: bool
 ) -> None:
     """Tokens and log probabilities, to the last bit."""
     expected, _ = answers(loaded, everything(), num_drafts=0)
-    told, bench = answers(hidden_chain(loaded, fed=is_fed), everything(), overlap=overlap)
+    told, bench = answers(hidden_chain(loaded, fed=runs_on_host), everything(), overlap=overlap)
     assert told == expected
     counts = [one.counts for one in bench.updates() if one.counts is not None]
     whole = [one.num_nodes == 9 * one.num_steps for one in counts]
@@ -195,7 +201,7 @@ def test_a_node_thinks_as_its_path_says() -> None:
     for parents in random_shapes(30, 16):
         tokens = [draw.choice((1, 6, 7)) for _ in parents]
         level, told = level_of(parents), torch.tensor([tokens, tokens])
-        tree = tree_of(torch.tensor([parents, parents]), level.depth)
+        tree = build_tree(torch.tensor([parents, parents]), level.depth)
         starts_B = torch.tensor([False, True])
         phases_BN = thinking_before(starts_B, told, (6, 7), tree)
         for node in range(1, len(parents) + 1):
@@ -219,29 +225,38 @@ def test_rows_of_all_kinds_share_a_tree(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("parents", [(0,), (0, 1, 2), (0, 0, 1), (0, 0, 1, 2, 2, 3)])
 def test_a_step_tells_what_every_level_below_it_would_have_brought(parents: Parents) -> None:
     levels = [level_of(parents[:num]) for num in range(len(parents) + 1)]
-    rungs = Rungs.of((*levels,))
+    transitions = DepthTransitions.from_shapes((*levels,))
     for node in range(len(parents) + 1):
         path = path_to(parents, node)
-        tried, accepted = rungs.count(len(parents), [(9, path)])
-        for level, of_level in zip(levels, rungs.of_level, strict=True):
+        tried, accepted = transitions.count(len(parents), [(9, path)])
+        for level, by_shape in zip(levels, transitions.by_shape, strict=True):
             length = sum(one <= level.num_nodes for one in path)
-            for depth, rung in enumerate(of_level):
+            for depth, rung in enumerate(by_shape):
                 assert tried[rung] == (depth <= length) and accepted[rung] == (depth < length)
 
 
 def test_chains_share_their_rungs_and_trees_what_they_have_in_common() -> None:
-    assert Rungs.of(chains(3)).of_level == ((), (0,), (0, 1), (0, 1, 2))
-    grown = Rungs.of((Level(0, 0, ()), level_of((0,)), level_of((0, 1, 0)), level_of((0, 1, 0, 2))))
-    assert grown.of_level == ((), (0,), (1, 2), (1, 2, 3))
-    any_shape = Rungs.of((Level(0, 0, ()), Level(2, 2, None), Level(4, 2, None)))
-    assert any_shape.of_level == ((), (0, 1), (2, 3))
+    assert DepthTransitions.from_shapes(chain_shapes(3)).by_shape == ((), (0,), (0, 1), (0, 1, 2))
+    grown = DepthTransitions.from_shapes(
+        (DraftShape(0, 0, ()), level_of((0,)), level_of((0, 1, 0)), level_of((0, 1, 0, 2)))
+    )
+    assert grown.by_shape == ((), (0,), (1, 2), (1, 2, 3))
+    any_shape = DepthTransitions.from_shapes(
+        (DraftShape(0, 0, ()), DraftShape(2, 2, None), DraftShape(4, 2, None))
+    )
+    assert any_shape.by_shape == ((), (0, 1), (2, 3))
 
 
 def test_levels_that_requests_may_use() -> None:
-    levels = (Level(0, 0, ()), Level(2, 2, None), Level(8, 3, None), Level(16, 3, None))
-    assert [usable(levels, depth) for depth in range(5)] == [0, 1, 1, 3, 3]
-    assert [usable(chains(3), depth) for depth in range(5)] == [0, 1, 2, 3, 3]
-    assert slots_ahead(chains(3)) == 8 and slots_ahead(levels) == 21
+    levels = (
+        DraftShape(0, 0, ()),
+        DraftShape(2, 2, None),
+        DraftShape(8, 3, None),
+        DraftShape(16, 3, None),
+    )
+    assert [max_usable_shape(levels, depth) for depth in range(5)] == [0, 1, 1, 3, 3]
+    assert [max_usable_shape(chain_shapes(3), depth) for depth in range(5)] == [0, 1, 2, 3, 3]
+    assert num_slots_ahead(chain_shapes(3)) == 8 and num_slots_ahead(levels) == 21
 
 
 def test_paths() -> None:
@@ -266,7 +281,7 @@ def verdict_of(parents: Parents, tokens: list[int], targets: list[int]) -> list[
     level = level_of(parents)
     limit_B = torch.tensor([99])
     nothing = torch.zeros(1, len(targets), 3)
-    known = Evidence(
+    known = VerifyInput(
         drafts_BN=torch.tensor([tokens]),
         q_BNV=None,
         adjusted_BN1V=nothing,
@@ -276,7 +291,7 @@ def verdict_of(parents: Parents, tokens: list[int], targets: list[int]) -> list[
         num_output_B=limit_B,
         thinking_B=limit_B > 0,
         think_ids=None,
-        tree=tree_of(torch.tensor([parents]), level.depth),
+        tree=build_tree(torch.tensor([parents]), level.depth),
     )
-    verdict = paths.verdict(known, paths.is_target(known))
-    return verdict.tokens_BE[0, : int(verdict.num_accepted_B) + 1].tolist()
+    result = paths.deepest_path(known, paths.is_target(known))
+    return result.tokens_BE[0, : int(result.num_accepted_B) + 1].tolist()

@@ -6,44 +6,44 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.gateway.recovery import MAX_DEATHS, Trials
-from tandem.core.errors import Poisonous
+from tandem.cluster.gateway.recovery import MAX_FATAL_STEPS, AttemptHistory
+from tandem.core.errors import PoisonRequest
 from tandem.core.identity import Identity
-from tandem.core.membership import InStep
+from tandem.core.membership import InFlightBatch
 
 
-def trials_after(*steps: InStep, has_failed: bool = False) -> Trials:
+def trials_after(*steps: InFlightBatch, has_failed: bool = False) -> AttemptHistory:
     """Its attempts were in all of these."""
-    fleet: Any = SimpleNamespace(deaths=deque(steps), has_verdict=lambda rank: True)
+    fleet: Any = SimpleNamespace(fatal_steps=deque(steps), is_cause_known=lambda rank: True)
     lost = {identity for step in steps for identity in step.identities[:1]}
-    return Trials(fleet, has_failed=has_failed, lost=lost)
+    return AttemptHistory(fleet, has_failed=has_failed, lost_attempts=lost)
 
 
-def step(number: int, *others: str, is_alone: bool = False) -> InStep:
-    return InStep((Identity(f"mine-{number}"), *map(Identity, others)), is_alone)
+def step(number: int, *others: str, is_isolated: bool = False) -> InFlightBatch:
+    return InFlightBatch((Identity(f"mine-{number}"), *map(Identity, others)), is_isolated)
 
 
 def test_alone_in_one_step_that_killed_a_rank_is_not_poison_yet() -> None:
     """It was alone because it was suspected of a death that nobody explained (seed 10,167 of the
     simulation)."""
-    assert trials_after(step(1, is_alone=True)).is_suspect()
+    assert trials_after(step(1, is_isolated=True)).is_suspect()
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_alone_in_the_second_is_poison(has_failed: bool) -> None:
     """Whether the first killed its rank or only failed."""
     first = [] if has_failed else [step(1, "another")]
-    with pytest.raises(Poisonous, match="alone"):
-        trials_after(*first, step(2, is_alone=True), has_failed=has_failed).is_suspect()
+    with pytest.raises(PoisonRequest, match="alone"):
+        trials_after(*first, step(2, is_isolated=True), has_failed=has_failed).is_suspect()
 
 
 def test_in_many_is_poison_though_never_alone() -> None:
-    with pytest.raises(Poisonous, match="it was in"):
-        trials_after(*(step(n, "another") for n in range(MAX_DEATHS))).is_suspect()
-    assert trials_after(*(step(n, "another") for n in range(MAX_DEATHS - 1))).is_suspect()
+    with pytest.raises(PoisonRequest, match="it was in"):
+        trials_after(*(step(n, "another") for n in range(MAX_FATAL_STEPS))).is_suspect()
+    assert trials_after(*(step(n, "another") for n in range(MAX_FATAL_STEPS - 1))).is_suspect()
 
 
 def test_who_was_elsewhere_is_not_suspected() -> None:
-    trials = trials_after()
-    trials.fleet.deaths.append(step(1, is_alone=True))
-    assert not trials.is_suspect()
+    attempts = trials_after()
+    attempts.fleet.fatal_steps.append(step(1, is_isolated=True))
+    assert not attempts.is_suspect()

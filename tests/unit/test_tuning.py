@@ -18,8 +18,8 @@ from tests.unit.test_drafts import fresh_rows
 from training import medusa2, tuning
 from training.evaluate import load_network
 from training.medusa import Heads
-from training.tuning import Run, Subject, chain_losses, draft_optimizers
-from training.vanilla import Modules, agreement, drafts_of, save
+from training.tuning import TrainingRun, TrainingSetup, chain_losses, draft_optimizers
+from training.vanilla import Modules, agreement, chain_drafts, save
 
 TOKENIZER = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
 
@@ -28,18 +28,18 @@ def arguments(state: Path, **more: object) -> argparse.Namespace:
     return argparse.Namespace(**{"num_steps": 6, "state": state, "seed": 3} | more)
 
 
-def run(state: Path, **more: object) -> Run:
+def run(state: Path, **more: object) -> TrainingRun:
     """A small matrix that is to become the identity."""
     torch.manual_seed(0)
     trained = nn.Linear(8, 8)
     stream = torch.arange(9000) % 8
-    texts = Subject(None, TOKENIZER, stream, stream[:2570].view(10, 257))  # type: ignore[arg-type]
+    texts = TrainingSetup(None, TOKENIZER, stream, stream[:2570].view(10, 257))  # type: ignore[arg-type]
 
     def losses(windows: torch.Tensor) -> torch.Tensor:
         x = nn.functional.one_hot(windows[0, :8] % 8, 8).float()
         return (trained(x) - x).square().mean(1)[:2]
 
-    return Run(
+    return TrainingRun(
         trained, losses, draft_optimizers(trained, 1e-2, 1e-2), texts, arguments(state, **more)
     )
 
@@ -77,7 +77,7 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
     adam = torch.optim.Adam(modules.parameters(), lr=1e-3)
     values = []
     for _ in range(8):
-        loss = chain_losses(network, drafts_of(network, modules), windows)
+        loss = chain_losses(network, chain_drafts(network, modules), windows)
         values.append(loss.detach().mean())
         loss.mean().backward()
         adam.step()
@@ -96,12 +96,12 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
         wanted = modules(network, tokens, network(tokens).hidden)
         ids = tokens[0].tolist()
         batch, num_pages = fresh_rows(ids[:-1], 8, 0)
-        [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+        [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
         for i, layer in enumerate(loaded.drafter._layers):
             batch, num_pages = fresh_rows(ids[i + 1 :], 8, 1)
             drafter = MtpDrafter(loaded.network, layer)
             hidden = drafter.forward(
-                batch, hidden[: len(ids) - 1 - i], loaded.allocate(num_pages + 4, 8)
+                batch, hidden[: len(ids) - 1 - i], loaded.allocate_caches(num_pages + 4, 8)
             )
             logits = loaded.network.logits(hidden)[: wanted[i].shape[1]]
             size = float(wanted[i].abs().max())
@@ -115,7 +115,7 @@ def test_medusa_2_trains_the_model_and_its_heads_but_not_its_mtp_layer(
     monkeypatch.setattr("training.tuning.CORPUS_BATCH", (1, 128))
     network = load_network(TINY_MODEL).requires_grad_(False)
     heads, windows = Heads(network, 2), torch.randint(5, 250, (16, 257))
-    texts = Subject(network, TOKENIZER, windows.flatten().repeat(9), windows)
+    texts = TrainingSetup(network, TOKENIZER, windows.flatten().repeat(9), windows)
     parts = {"trunk": network.model.layers[4], "mtp": network.mtp, "heads": heads}
     before = {name: [w.clone() for w in part.parameters()] for name, part in parts.items()}
     asked = arguments(tmp_path, num_warm_steps=1, num_steps=1, lr=1e-2)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.core.identity import Identity
-from tandem.core.turns import FRESH_SHARE, TurnQueue, is_fresh_turn
+from tandem.core.turns import NEW_REQUEST_SHARE, TurnQueue, is_new_turn
 
 ARRIVALS = {"begun": True, "fresh": False}
 
@@ -12,9 +12,9 @@ ARRIVALS = {"begun": True, "fresh": False}
 @given(st.integers(0, 100), st.booleans(), st.booleans())
 def test_a_kind_that_waits_alone_has_every_turn(num: int, has_begun: bool, has_fresh: bool) -> None:
     if has_begun and has_fresh:
-        assert is_fresh_turn(num, has_begun, has_fresh) == (num + 1 >= FRESH_SHARE)
+        assert is_new_turn(num, has_begun, has_fresh) == (num + 1 >= NEW_REQUEST_SHARE)
     else:
-        assert is_fresh_turn(num, has_begun, has_fresh) == has_fresh
+        assert is_new_turn(num, has_begun, has_fresh) == has_fresh
 
 
 @given(st.lists(st.sampled_from(["begun", "fresh", "turn", "leave"]), max_size=80))
@@ -29,12 +29,12 @@ def test_each_kind_is_served_in_order_and_neither_starves(events: list[str]) -> 
             queue.add(identity, event, ARRIVALS[event])
             waiting[event].append(identity)
         elif event == "leave" and len(queue):
-            identity = [*queue.begun, *queue.fresh][-1]
+            identity = [*queue.resumed, *queue.new][-1]
             queue.discard(identity)
             waiting[identity.request_id].remove(identity)
         elif event == "turn" and (first := queue.peek()):
             identity, kind = first
-            queue.take()
+            queue.pop()
             assert identity == waiting[kind].pop(0), "it has passed one of its own kind"
             [other] = waiting.keys() - {kind}
             turns_that_passed[kind] = 0
@@ -42,15 +42,15 @@ def test_each_kind_is_served_in_order_and_neither_starves(events: list[str]) -> 
         for kind in waiting:
             if not waiting[kind]:
                 turns_that_passed[kind] = 0
-        assert turns_that_passed["fresh"] < FRESH_SHARE, "a fresh request starves"
+        assert turns_that_passed["fresh"] < NEW_REQUEST_SHARE, "a fresh request starves"
         assert turns_that_passed["begun"] <= 1, "fresh requests go first"
         assert len(queue) == sum(map(len, waiting.values()))
-        assert [*queue.fresh] == waiting["fresh"]
+        assert [*queue.new] == waiting["fresh"]
     assert not len(queue) and queue.peek() is None
 
 
 def test_an_identity_that_does_not_wait_is_discarded_in_vain() -> None:
     queue = TurnQueue[int]()
-    queue.add(Identity("a"), 1, is_begun=True)
+    queue.add(Identity("a"), 1, is_resumed=True)
     queue.discard(Identity("a"))
     assert len(queue) == 1, "the other attempt waits on"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tandem.core.request import TYPICAL, SamplingParams
-from tandem.model.network.tree import tree_of
+from tandem.model.network.tree import build_tree
 from tandem.model.sampling.acceptance.typical import threshold
-from tests.markov import evidence, judged_by
+from tests.markov import judged_by, verify_input
 from tests.trees import Parents, level_of, path_to
 from tests.unit.test_acceptance import verdict_of
 from tests.unit.test_sampling import sampling_rows
@@ -51,7 +51,7 @@ def test_a_draft_passes_by_the_formula(is_tree: bool) -> None:
         temperature, epsilon = draw.choice((0.5, 0.9, 1.4)), draw.choice((0.05, 0.09, 0.3))
         alpha, limit = draw.choice((0.2, 0.3, 0.6)), draw.randint(0, 4)
         rows = sampling_rows(SamplingParams(temperature, seed=case), torch.tensor([case]))
-        known = evidence(
+        known = verify_input(
             torch.tensor([tokens]),
             torch.tensor([logits]),
             rows,
@@ -59,7 +59,7 @@ def test_a_draft_passes_by_the_formula(is_tree: bool) -> None:
             limit_B=torch.tensor([limit]),
         )
         if is_tree:
-            tree = tree_of(torch.tensor([parents]), level_of(parents).depth)
+            tree = build_tree(torch.tensor([parents]), level_of(parents).depth)
             known = replace(known, tree=tree)
         known = judged_by(known, bounds_B2=torch.tensor([[epsilon, alpha]]))
         targets = known.targets_BN1[0].tolist()
@@ -70,8 +70,8 @@ def test_a_draft_passes_by_the_formula(is_tree: bool) -> None:
         ]
         log_p = [math.log(p[token]) for p, token in zip(of_parents, tokens, strict=True)]
         path = best_path(parents, passes, log_p, limit)
-        verdict = verdict_of(TYPICAL, known)
-        told = verdict.tokens_BE[0, : int(verdict.num_accepted_B) + 1].tolist()
+        result = verdict_of(TYPICAL, known)
+        told = result.tokens_BE[0, : int(result.num_accepted_B) + 1].tolist()
         assert told == [*(tokens[node - 1] for node in path), targets[path[-1] if path else 0]]
         seen.add(len(path))
     assert seen >= {0, 1, 2, 3}
@@ -89,7 +89,7 @@ def test_the_threshold_follows_how_open_the_choice_is() -> None:
 def test_what_the_filters_leave_out_does_not_pass() -> None:
     """Whatever its probability before them."""
     rows = sampling_rows(SamplingParams(1.0, top_k=1), torch.tensor([1]))
-    known = evidence(
+    known = verify_input(
         torch.tensor([[1]]),
         torch.tensor([[[1.0, 0.9, -9.0], [0.0, 1.0, 0.0]]]),
         rows,

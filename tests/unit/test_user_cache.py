@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.core.user_cache import own_bytes, private_folder, user_cache, user_home
+from tandem.core.user_cache import ensure_private_folder, read_private_file, user_cache, user_home
 
 STRANGER = 4242424
 """A user id without an entry in passwd."""
@@ -51,7 +51,7 @@ def _run_as_stranger(function: Callable[[], object], env: dict[str, str], to: Co
 @pytest.mark.parametrize("home", [{}, {"HOME": "/"}, {"HOME": "/nothing/there"}])
 def test_a_user_without_a_home_has_a_private_cache(temporary: Path, home: dict[str, str]) -> None:
     def kept() -> tuple[Path, int]:
-        folder = private_folder(user_cache() / "tandem" / "kernels")
+        folder = ensure_private_folder(user_cache() / "tandem" / "kernels")
         return folder, folder.stat().st_mode & 0o777
 
     expected = temporary / f"tandem-{STRANGER}"
@@ -75,7 +75,7 @@ def test_a_temporary_folder_that_another_user_made_is_refused(
 def test_a_cache_that_cannot_be_written_to_is_named(temporary: Path) -> None:
     temporary.chmod(0o755)
     told = as_stranger(
-        lambda: private_folder(user_cache() / "tandem"), XDG_CACHE_HOME=str(temporary)
+        lambda: ensure_private_folder(user_cache() / "tandem"), XDG_CACHE_HOME=str(temporary)
     )
     assert told.startswith("ValueError") and f"{temporary}/tandem" in told
     assert "Permission denied" in told and "set XDG_CACHE_HOME to" in told
@@ -101,20 +101,20 @@ def test_a_cache_in_a_home_that_is_read_only_is_used(temporary: Path) -> None:
 
 def test_a_folder_of_ones_own_that_others_could_write_to_is_closed(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    assert private_folder(tmp_path).stat().st_mode & 0o777 == 0o700
+    assert ensure_private_folder(tmp_path).stat().st_mode & 0o777 == 0o700
 
 
 def test_bytes_that_others_could_have_written_are_not_read(tmp_path: Path) -> None:
     file = tmp_path / "file"
-    assert own_bytes(file) is None
+    assert read_private_file(file) is None
     file.write_bytes(b"x")
-    assert own_bytes(file) == b"x"
+    assert read_private_file(file) == b"x"
     (tmp_path / "link").symlink_to(file)
-    assert own_bytes(tmp_path / "link") is None
+    assert read_private_file(tmp_path / "link") is None
     for mode in (0o664, 0o646):
         file.chmod(mode)
-        assert own_bytes(file) is None
+        assert read_private_file(file) is None
     file.chmod(0o600)
     if os.geteuid() == 0:
         os.chown(file, STRANGER, -1)
-        assert own_bytes(file) is None
+        assert read_private_file(file) is None

@@ -9,12 +9,12 @@ import pytest
 from benchmarks.harness.engines import Bench, load
 from benchmarks.harness.held_out import held_out
 from tandem.core.config import TINY_MODEL
-from tandem.core.levels import MOST_LEVELS, MOST_NODES, chains, grown
+from tandem.core.draft_shapes import MAX_NODES, MAX_TREE_SHAPES, chain_shapes, dynamic_tree_shapes
 from tandem.core.request import Request
-from tandem.decode_node.planning.buckets import buckets_of
-from tandem.decode_node.planning.forms import MAX_KEPT, usual_keys
-from tandem.model.drafters.mtp_rows import Pending
-from tandem.model.drafters.user import MOST_FAILURES, UserClass, UserDrafter, checked
+from tandem.decode_node.planning.buckets import resolve_buckets
+from tandem.decode_node.planning.program_table import MAX_PROGRAMS, common_step_keys
+from tandem.model.drafters.mtp_rows import MtpCatchUp
+from tandem.model.drafters.user import MAX_FAILURES_IN_ROW, UserClass, UserDrafter, check_drafts
 from tandem.model.loaded import LoadedModel
 from tests import user_drafters
 from tests.unit.test_trees import answers, everything
@@ -60,7 +60,7 @@ def test_answers_are_those_without_drafts(
     trees = f"speculation.max_tree_nodes={num_nodes or 'null'}"
     loaded = load(TINY_MODEL, drafter, trees, "speculation.drafter_timeout_s=60")
     told, bench = answers(loaded, asked, overlap=overlap)
-    assert told == expected and loaded.drafter.trouble == ""
+    assert told == expected and loaded.drafter.status_note == ""
     assert accepted(bench) > 40
 
 
@@ -74,14 +74,14 @@ def test_lies_cost_the_drafts_of_their_rows(
     plain: LoadedModel, asked: list[Request], expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of no other, though it is asked again and again."""
-    monkeypatch.setattr("tandem.model.drafters.user.MOST_FAILURES", 10**6)
+    monkeypatch.setattr("tandem.model.drafters.user.MAX_FAILURES_IN_ROW", 10**6)
     hostile = user_drafters.Hostile()
     loaded = with_user(plain, hostile)
     told, bench = answers(loaded, asked)
     assert told == expected and accepted(bench) > 20
     assert isinstance(loaded.drafter, UserDrafter)
     assert loaded.drafter.num_failures == hostile.num_calls // 3
-    assert loaded.drafter.trouble in bench.decode.programs.form
+    assert loaded.drafter.status_note in bench.decode.programs.exec_mode_status
 
 
 def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
@@ -89,10 +89,10 @@ def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
 ) -> None:
     """Nor is it called while it hangs, and what it says late is not heard."""
     theirs = user_drafters.Hangs()
-    loaded = with_user(plain, theirs, bound_s=0.01)
+    loaded = with_user(plain, theirs, timeout_s=0.01)
     told, bench = answers(loaded, asked)
     assert told == expected and theirs.num_calls == 1 and accepted(bench) == 0
-    assert bench.decode.programs.form.endswith(
+    assert bench.decode.programs.exec_mode_status.endswith(
         "Hangs failed 3 times, it is off: TimeoutError('it has not come back within 0.01 s')"
     )
     theirs.let_go.set()
@@ -108,7 +108,7 @@ def test_one_that_fails_again_and_again_is_called_no_more(
     assert told == expected
     assert caplog.text.count("it is off: RuntimeError('no idea')") == 1
     assert isinstance(loaded.drafter, UserDrafter)
-    assert loaded.drafter.num_failures == MOST_FAILURES * len(asked)
+    assert loaded.drafter.num_failures == MAX_FAILURES_IN_ROW * len(asked)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ def test_one_that_fails_again_and_again_is_called_no_more(
 )
 def test_what_is_wrong_is_said(given: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        checked(given, chains(3)[3], 10)
-    assert checked([1, 2], chains(3)[3], 10) == ([1, 2], [0, 1])
-    assert checked(([1, 2], [0, 0]), grown(8, 3)[-1], 10) == ([1, 2], [0, 0])
+        check_drafts(given, chain_shapes(3)[3], 10)
+    assert check_drafts([1, 2], chain_shapes(3)[3], 10) == ([1, 2], [0, 1])
+    assert check_drafts(([1, 2], [0, 0]), dynamic_tree_shapes(8, 3)[-1], 10) == ([1, 2], [0, 0])
 
 
 @pytest.mark.parametrize(
@@ -166,14 +166,17 @@ def test_trees_of_who_drafts_chains_are_refused(drafter: str) -> None:
 
 @pytest.mark.parametrize("most_rows", [16, 64, 256])
 def test_programs_of_all_sizes_and_levels_of_trees_are_kept_on_devices(most_rows: int) -> None:
-    sizes = buckets_of(None, most_rows, "cuda")
-    assert len(usual_keys(sizes, grown(MOST_NODES, 8), Pending(8))) <= MAX_KEPT
+    sizes = resolve_buckets(None, most_rows, "cuda")
+    assert (
+        len(common_step_keys(sizes, dynamic_tree_shapes(MAX_NODES, 8), MtpCatchUp(8)))
+        <= MAX_PROGRAMS
+    )
 
 
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 9, MOST_NODES])
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 9, MAX_NODES])
 def test_trees_have_few_levels_each_a_part_of_the_next(num_nodes: int) -> None:
-    nothing, *levels = grown(num_nodes, 4)
-    assert nothing == chains(0)[0] and len(levels) <= MOST_LEVELS
+    nothing, *levels = dynamic_tree_shapes(num_nodes, 4)
+    assert nothing == chain_shapes(0)[0] and len(levels) <= MAX_TREE_SHAPES
     sizes = [level.num_nodes for level in levels]
     assert sizes == sorted(set(sizes)) and sizes[-1] == num_nodes and sizes[0] >= 1
     assert all(level.depth == min(4, level.num_nodes) for level in levels)

@@ -118,12 +118,12 @@ def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> lis
     assert isinstance(drafter, VanillaDrafter)
     layers = [MtpDrafter(loaded.network, layer) for layer in drafter._layers]
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
-    [hidden] = loaded.network(batch, loaded.allocate(num_pages + 4, 8))
+    [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
     text, drafts = list(tokens), []
     for i in range(num_drafts):
         number = min(i, len(layers) - 1)
         batch, num_pages = fresh_rows(text[number + 1 :], 8, 1)
-        output = layers[number].forward(batch, hidden, loaded.allocate(num_pages + 4, 8))
+        output = layers[number].forward(batch, hidden, loaded.allocate_caches(num_pages + 4, 8))
         drafts.append(int(loaded.network.logits(output[-1:]).argmax()))
         text.append(drafts[-1])
         hidden = torch.cat((hidden, output[-1:])) if i >= len(layers) - 1 else output
@@ -209,7 +209,7 @@ def test_placement_counts_all_modules() -> None:
 
 
 def test_fewer_modules_than_promised_are_refused(tmp_path: Path) -> None:
-    tiny.write_tiny(tmp_path, seed=3, num_nextn_predict_layers=3, num_mtp=2)
+    tiny.write_tiny(tmp_path, seed=3, num_nextn_predict_layers=3, num_mtp_layers=2)
     with pytest.raises(ValueError, match=r"config.json: num_nextn_predict_layers = 3, .* to 2"):
         load(tmp_path)
 

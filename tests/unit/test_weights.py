@@ -14,18 +14,18 @@ from benchmarks.harness.blocks import quantise
 from benchmarks.harness.engines import Bench, greedy, load
 from tandem.core.config import load as load_config
 from tandem.core.info import DECODE, PREFILL
-from tandem.core.pace import LOADING, on_start
+from tandem.core.progress import LOADING, on_startup_progress
 from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.files import CheckpointFiles, dequantise
 from tandem.model.checkpoint.weights import Checkpoint, load_network
 from tandem.model.drafters.mtp import MtpDrafter, MtpLayer
-from tandem.model.kernels.base import PLAIN, Blocks
+from tandem.model.kernels.base import TORCH_KERNELS, Fp8BlockWeight
 from tandem.model.loaded import LoadedModel, load_model
-from tandem.model.network.batch import Segment, pack
+from tandem.model.network.batch import Segment, pack_segments
 from tandem.model.network.cache import MTP
 from tandem.model.network.deepseek import DeepseekV3
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.layers import adopt
+from tandem.model.network.layers import process_weights_after_loading
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_
     dispatch = Dispatch(config.n_routed_experts)
     with CheckpointFiles(tmp_path) as files:
         kind = torch.float32, torch.device("cpu")
-        model = load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
-    adopt(model, PLAIN)
+        model = load_network(Checkpoint(files, config, *kind, keep_fp8=True), dispatch)
+    process_weights_after_loading(model, TORCH_KERNELS)
     gate_up, down = model.model.layers[1].mlp.experts._packed
     prefix = "model.layers.1.mlp.experts."
     for e in range(config.n_routed_experts):
@@ -166,7 +166,7 @@ def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_
             ValueError, match=r"experts\.2\.up_proj\.weight is torch\.bfloat16, others are FP8"
         ),
     ):
-        load_network(Checkpoint(files, config, *kind, keep_blocks=True), dispatch)
+        load_network(Checkpoint(files, config, *kind, keep_fp8=True), dispatch)
 
 
 def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: P
         del stored[f"{prefix}{name}.weight_scale_inv"]
     save_file(stored, tmp_path / "model.safetensors")
     with CheckpointFiles(tmp_path) as files:
-        checkpoint = Checkpoint(files, config, torch.float32, torch.device("cpu"), keep_blocks=True)
+        checkpoint = Checkpoint(files, config, torch.float32, torch.device("cpu"), keep_fp8=True)
         model = load_network(checkpoint, Dispatch(config.n_routed_experts))
-    adopt(model, PLAIN)
+    process_weights_after_loading(model, TORCH_KERNELS)
 
     def wanted(name: str) -> Tensor:
         weight = stored[f"{prefix}{name}.weight"]
@@ -196,7 +196,7 @@ def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: P
     gate, up, back = (wanted(f"mlp.shared_experts.{name}") for name in names)
     assert torch.equal(layer.mlp.shared_experts.packed[0][0], torch.cat((gate, up)))
     assert torch.equal(layer.mlp.shared_experts.packed[1][0], back)
-    assert isinstance(layer.self_attn.q_b_proj.packed, Blocks)
+    assert isinstance(layer.self_attn.q_b_proj.packed, Fp8BlockWeight)
 
 
 @pytest.mark.usefixtures("unpacked")
@@ -236,8 +236,8 @@ def test_a_rank_that_prefills_writes_the_entries_of_the_mtp_layer_without_its_ex
         loaded = load_model(config, kind)
         assert isinstance(loaded.drafter, MtpDrafter)
         assert hasattr(loaded.drafter._layer, "mlp") == (kind == DECODE)
-        caches = loaded.allocate(3, 16)
-        batch = pack([Segment(list(range(5, 25)), 0, [2, 1])], 16, torch.device("cpu"))
+        caches = loaded.allocate_caches(3, 16)
+        batch = pack_segments([Segment(list(range(5, 25)), 0, [2, 1])], 16, torch.device("cpu"))
         with torch.inference_mode():
             hidden_1TD = loaded.network(batch, caches)
             loaded.drafter.prefill(batch, torch.tensor([[7]]), hidden_1TD, caches)
@@ -298,7 +298,7 @@ def test_without_a_drafter_its_weights_are_not_read(
 def test_loading_tells_how_far_it_is(folder: Path, drafter: str) -> None:
     shares: list[float] = []
     config = load_config(None, [f"model.path={folder}", f"speculation.drafter={drafter}"])
-    on_start.set(lambda doing, share: shares.append(share) if doing == LOADING else None)
+    on_startup_progress.set(lambda doing, share: shares.append(share) if doing == LOADING else None)
     load_model(config, DECODE)
     assert shares == sorted(shares) and 0 < shares[0] < 0.1 and shares[-1] == 1
     stored = tensors(folder)
@@ -436,8 +436,8 @@ def test_a_rank_of_a_gang_holds_its_own_experts_and_reads_no_others(
         for name, parameter in expert_tensors(loaded).items():
             assert torch.equal(parameter, whole[name][held]), name
         assert len(names) == len(set(names)), "no tensor is read twice"
-        of_experts = (name.split(".experts.")[1] for name in names if ".experts." in name)
-        experts = {int(name.partition(".")[0]) for name in of_experts}
+        tile_for_experts = (name.split(".experts.")[1] for name in names if ".experts." in name)
+        experts = {int(name.partition(".")[0]) for name in tile_for_experts}
         assert experts == set(held)
         num_bytes = sum(p.nbytes for p in expert_tensors(loaded).values())
         expected = sum(p.nbytes for p in whole.values()) * len(held) // 8
@@ -466,5 +466,5 @@ def test_auto_is_the_checkpoints_own_dtype(
     tiny.write_tiny(tmp_path, seed=3, **told)
     config = load_config(None, [f"model.path={tmp_path}", f"model.dtype={asked}"])
     loaded = load_model(config, DECODE)
-    assert loaded.dtype == dtype == loaded.allocate(2, 8)["main"][0].dtype
+    assert loaded.dtype == dtype == loaded.allocate_caches(2, 8)["main"][0].dtype
     assert loaded.network.model.embed_tokens.weight.dtype == dtype

@@ -11,7 +11,7 @@ import grpc
 
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES, proxy_options
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES, proxy_options
 
 GENERATE = "/tandem.v1.Inference/Generate"
 

@@ -3,10 +3,10 @@
 import asyncio
 
 from benchmarks.hostile.kinds.base import Hostile, stub_of
-from tandem.cluster.entrypoints.uploads import BYTES_PER_TOKEN, FIXED_MESSAGE_BYTES
+from tandem.cluster.entrypoints.uploads import BASE_MESSAGE_BYTES, BYTES_PER_TOKEN
 from tandem.cluster.proto import tandem_pb2 as pb
 from tandem.cluster.proto import tandem_pb2_grpc as rpc
-from tandem.cluster.proto.wire import MAX_MESSAGE_BYTES
+from tandem.cluster.proto.grpc_settings import MAX_MESSAGE_BYTES
 
 NUM_BYTES = 6_000_000
 NUM_CALLS = 2
@@ -21,7 +21,7 @@ class LongTexts(Hostile):
     async def run(self) -> None:
         async with stub_of(self.target.grpc) as stub:
             model = await stub.GetModelInfo(pb.GetModelInfoRequest())
-            bound = min(FIXED_MESSAGE_BYTES + BYTES_PER_TOKEN * model.max_model_len, NUM_BYTES)
+            bound = min(BASE_MESSAGE_BYTES + BYTES_PER_TOKEN * model.max_model_len, NUM_BYTES)
             assert bound < MAX_MESSAGE_BYTES
             lengths = (NUM_BYTES, bound - OTHER_FIELDS_BYTES)
             self.is_ready.set()

@@ -137,7 +137,7 @@ struct Engine {
 };
 
 int main(int argc, char** argv) {
-    if (argc != 6) fail("MODEL THREADS SEQUENCES TOKENS_EACH MOST_AT_ONCE");
+    if (argc != 6) fail("MODEL THREADS SEQUENCES TOKENS_EACH MAX_PAIRS_PER_PASS");
     const int threads = std::atoi(argv[2]), sequences = std::atoi(argv[3]);
     const int each = std::atoi(argv[4]), most = std::atoi(argv[5]);
     llama_backend_init();

@@ -23,7 +23,7 @@ convert_hf_to_gguf.main()
 """
 """Its script, which knows tokenizers by a list that ours is not on; prompts are ids anyway."""
 OUT_TYPES = {"bfloat16": "bf16", "float32": "f32"}
-MOST_AT_ONCE = 512
+MAX_PAIRS_PER_PASS = 512
 """Tokens of a forward; its default."""
 
 
@@ -49,7 +49,7 @@ class Driver:
         self._most = job.max_sequences
         model = converted(folder, Path(job.model_path), job.dtype)
         each = -(-job.max_model_len // 256) * 256
-        sizes = map(str, (job.num_threads, job.max_sequences, each, MOST_AT_ONCE))
+        sizes = map(str, (job.num_threads, job.max_sequences, each, MAX_PAIRS_PER_PASS))
         self._process = subprocess.Popen(
             [str(folder / "driver"), str(model), *sizes],
             stdin=subprocess.PIPE,

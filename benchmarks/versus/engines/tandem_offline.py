@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.harness.engines import Bench, load
 from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
-from tandem.core.forms import EAGER
+from tandem.core.execution import EAGER
 from tandem.core.request import RELAXED, Request, SamplingParams, Speculation
 from tandem.model.loaded import LoadedModel
 from tandem.prefill_node.engine import Progress
@@ -117,8 +117,8 @@ def main() -> None:
         f"speculation.max_depth={job.num_drafts}",
     )
     versions = {"tandem": version("tandem"), "torch": torch.__version__}
-    form = f"{loaded.kernels.name}, {loaded.form}"
-    if loaded.form == EAGER:
+    form = f"{loaded.kernels.name}, {loaded.exec_mode}"
+    if loaded.exec_mode == EAGER:
         raise ValueError(f"kernels are {form}: install g++, these figures are of native ones")
     say("ready", versions=versions, num_threads=job.num_threads, form=form)
     serial = count()

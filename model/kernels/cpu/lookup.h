@@ -6,10 +6,10 @@
 namespace {
 
 // Of rows of ``text`` [R, T], of which ``known`` tokens count: num_drafts tokens behind the best
-// place, and how many of them are known. The longest n-gram of up to most_size tokens counts, then
+// place, and how many of them are known. The longest n-gram of up to max_ngram_size tokens counts, then
 // whether it has as many tokens behind it, then the later place; of oldest ones the earlier alone.
 std::tuple<Tensor, Tensor> lookup(const Tensor& text, const Tensor& rows, const Tensor& known,
-                                  int64_t most_size, int64_t num_drafts, bool oldest) {
+                                  int64_t max_ngram_size, int64_t num_drafts, bool oldest) {
   TORCH_CHECK(text.is_contiguous() && rows.is_contiguous() && known.is_contiguous());
   int64_t num_rows = rows.size(0), length = text.size(1);
   Tensor drafts = at::zeros({num_rows, num_drafts}, text.options());
@@ -25,7 +25,7 @@ std::tuple<Tensor, Tensor> lookup(const Tensor& text, const Tensor& rows, const 
       bool is_whole = false;
       for (int64_t place = 1; place < n; place++) {
         int64_t same = 0;
-        while (same < most_size && same < place && t[place - 1 - same] == t[n - 1 - same]) same++;
+        while (same < max_ngram_size && same < place && t[place - 1 - same] == t[n - 1 - same]) same++;
         if (same == 0 || same < size) continue;
         bool whole = place + num_drafts <= n;
         if (same > size || (!oldest && whole >= is_whole))

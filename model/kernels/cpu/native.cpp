@@ -17,20 +17,20 @@ TORCH_LIBRARY(tandem, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor more, Tensor weight, float eps) -> (Tensor, Tensor)");
   m.def(
-      "mla_entry(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
+      "write_mla_cache(Tensor kv, Tensor weight, float eps, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor slots, Tensor(a!) cache) -> ()");
   m.def(
       "mla_attend(Tensor q, Tensor up_k, Tensor up_v, Tensor cos, Tensor sin, bool interleaved, "
       "Tensor cache, Tensor table, Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def(
-      "gqa_entry(Tensor kv, Tensor cos, Tensor sin, bool interleaved, Tensor slots, "
+      "write_gqa_cache(Tensor kv, Tensor cos, Tensor sin, bool interleaved, Tensor slots, "
       "Tensor(a!) cache) -> ()");
   m.def(
       "gqa_attend(Tensor q, Tensor cos, Tensor sin, bool interleaved, Tensor cache, Tensor table, "
       "Tensor lens, float scale, Tensor? bits) -> Tensor");
   m.def("move(Tensor(a!)[] caches, Tensor source, Tensor target) -> ()");
   m.def("copy_rows(Tensor(a!)[] layers, Tensor slots, Tensor(b!) rows, bool is_gather) -> ()");
-  m.def("lookup(Tensor text, Tensor rows, Tensor known, int most_size, int num_drafts, bool oldest)"
+  m.def("lookup(Tensor text, Tensor rows, Tensor known, int max_ngram_size, int num_drafts, bool oldest)"
         " -> (Tensor, Tensor)");
   m.def(
       "mla_prefill(Tensor q, Tensor kv_b, Tensor cos, Tensor sin, bool interleaved, Tensor cache, "
@@ -57,10 +57,10 @@ TORCH_LIBRARY_IMPL(tandem, CPU, m) {
   m.impl("linear", linear);
   m.impl("rms_norm", rms_norm);
   m.impl("add_rms_norm", add_rms_norm);
-  m.impl("mla_entry", mla_entry);
+  m.impl("write_mla_cache", write_mla_cache);
   m.impl("mla_attend", mla_attend);
   m.impl("gqa_attend", gqa_attend);
-  m.impl("gqa_entry", gqa_entry);
+  m.impl("write_gqa_cache", write_gqa_cache);
   m.impl("move", move);
   m.impl("copy_rows", copy_rows);
   m.impl("lookup", lookup);

@@ -65,7 +65,7 @@ void rotate(const T* x, const float* cos, const float* sin, bool interleaved, T*
   }
 }
 
-void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor& cos,
+void write_mla_cache(const Tensor& kv, const Tensor& weight, double eps, const Tensor& cos,
                const Tensor& sin, bool interleaved, const Tensor& slots, Tensor cache) {
   int64_t num_latent = weight.size(0), num_pe = kv.size(1) - num_latent, width = cache.size(-1);
   TORCH_CHECK(cache.is_contiguous() && kv.stride(1) == 1 && num_latent + num_pe == width);
@@ -87,7 +87,7 @@ void mla_entry(const Tensor& kv, const Tensor& weight, double eps, const Tensor&
 }
 
 // Keys of some heads, rotated, and their values.
-void gqa_entry(const Tensor& kv, const Tensor& cos, const Tensor& sin, bool interleaved,
+void write_gqa_cache(const Tensor& kv, const Tensor& cos, const Tensor& sin, bool interleaved,
                const Tensor& slots, Tensor cache) {
   int64_t num = kv.size(1), width = 2 * cos.size(1);
   TORCH_CHECK(cache.is_contiguous() && kv.stride(1) == 1 && num == cache.size(2));

@@ -14,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import Attention
+from tandem.model.kernels.base import AttentionMetadata
 from tandem.model.kernels.gpu.rotary import rotated
 from tandem.model.kernels.gpu.softmax import seen, weighed
 
 MAX_PARTS = 128
 MERGED_AT_ONCE = 4096
 """Values of parts in a program that merges."""
-FEWEST_SLOTS = tl.constexpr(64)
+MIN_SLOTS = tl.constexpr(64)
 """Of a part that has any: what a part writes is as much as so many slots, or more."""
 CHECKED_AT_ONCE = tl.constexpr(16)
 """Slots whose entries are looked through together."""
@@ -29,14 +29,18 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 def attend(
-    q_XHC: Tensor, pe_XHR: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int
+    q_XHC: Tensor,
+    pe_XHR: Tensor,
+    attn: AttentionMetadata,
+    context_lens_BQ: Tensor,
+    num_processors: int,
 ) -> Tensor:
     """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
     until ``num_processors`` have work, into as many parts whatever they are."""
     num_rows, num_heads, width = q_XHC.shape
     (num_seqs, num_q), num_pe = context_lens_BQ.shape, pe_XHR.shape[2]
     lens = context_lens_BQ.contiguous()
-    bits = lens if how.bits_BQ is None else how.bits_BQ.contiguous()
+    bits = lens if attn.bits_BQ is None else attn.bits_BQ.contiguous()
     is_exact = q_XHC.dtype == torch.float32
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
@@ -47,20 +51,20 @@ def attend(
     kind = q_XHC.dtype if num_parts == 1 else torch.float32
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=kind)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
-    page_size = how.cache.shape[1]
+    page_size = attn.cache.shape[1]
     block_s = 16 if is_exact else 64 if block_m == 64 and page_size % 64 == 0 else 32
     _attend[(num_blocks, num_seqs, num_parts)](
-        *(q_XHC, pe_XHR, how.cos, how.sin, how.cache, how.page_table_BP, lens, bits),
-        *(part, lse, how.scale),
-        *(*q_XHC.stride()[:2], *pe_XHR.stride()[:2], how.page_table_BP.stride(0), num_q),
+        *(q_XHC, pe_XHR, attn.cos, attn.sin, attn.cache, attn.page_table_BP, lens, bits),
+        *(part, lse, attn.scale),
+        *(*q_XHC.stride()[:2], *pe_XHR.stride()[:2], attn.page_table_BP.stride(0), num_q),
         NUM_HEADS=num_heads,
         C=width,
         R=num_pe,
         PAGE_SIZE=page_size,
         NUM_PARTS=num_parts,
-        IS_INTERLEAVED=how.is_interleaved,
-        IS_TREE=how.bits_BQ is not None,
-        TAIL=_tail(num_q, how.bits_BQ is not None),
+        IS_INTERLEAVED=attn.is_interleaved,
+        IS_TREE=attn.bits_BQ is not None,
+        TAIL=_tail(num_q, attn.bits_BQ is not None),
         BLOCK_M=block_m,
         BLOCK_S=block_s,
         BLOCK_C=triton.next_power_of_2(width),
@@ -133,7 +137,7 @@ def _attend(
     bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
     # Of the 64 slots that bits may tell of some may have no page.
     longest = tl.minimum(tl.max(len_M, 0) + (64 if IS_TREE else 0), table_row * PAGE_SIZE)
-    num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
+    num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), MIN_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
     end = tl.minimum(first + num_slots, longest)

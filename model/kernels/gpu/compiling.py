@@ -6,32 +6,32 @@ from typing import Any
 
 import triton
 
-LONGEST_S = 120.0
+MAX_KERNEL_COMPILE_S = 120.0
 """Of one kernel, whatever becomes of it."""
 
 
-class Compiling:
+class CompileTimer:
     """``begin`` and ``end`` are called by whoever compiles, one at a time; ``seconds`` by any."""
 
     def __init__(self) -> None:
         self._ended_s = 0.0
-        self._began_at: float | None = None
+        self._started_at: float | None = None
 
-    def begin(self, **_: Any) -> None:
+    def start(self, **_: Any) -> None:
         # One that failed has not ended.
-        self._ended_s, self._began_at = self.seconds(), time.monotonic()
+        self._ended_s, self._started_at = self.seconds(), time.monotonic()
 
-    def end(self, **_: Any) -> None:
-        self._ended_s, self._began_at = self.seconds(), None
+    def stop(self, **_: Any) -> None:
+        self._ended_s, self._started_at = self.seconds(), None
 
     def seconds(self) -> float:
-        ended_s, began_at = self._ended_s, self._began_at
-        if began_at is None:
+        ended_s, started_at = self._ended_s, self._started_at
+        if started_at is None:
             return ended_s
-        return ended_s + min(time.monotonic() - began_at, LONGEST_S)
+        return ended_s + min(time.monotonic() - started_at, MAX_KERNEL_COMPILE_S)
 
 
-_HERE = Compiling()
-seconds = _HERE.seconds
-triton.knobs.runtime.jit_cache_hook = _HERE.begin
-triton.knobs.runtime.jit_post_compile_hook = _HERE.end
+_TIMER = CompileTimer()
+seconds = _TIMER.seconds
+triton.knobs.runtime.jit_cache_hook = _TIMER.start
+triton.knobs.runtime.jit_post_compile_hook = _TIMER.stop

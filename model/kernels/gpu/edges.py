@@ -47,7 +47,7 @@ def tile(logits, temperatures, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def of_splits(values, other, SPLITS: tl.constexpr):
+def load_splits(values, other, SPLITS: tl.constexpr):
     s_S, num_splits = tl.arange(0, SPLITS), tl.num_programs(1)
     from_S = values + tl.program_id(0).to(tl.int64) * num_splits + s_S
     return tl.load(from_S, mask=s_S < num_splits, other=other)
@@ -56,14 +56,14 @@ def of_splits(values, other, SPLITS: tl.constexpr):
 @triton.jit
 def _top(left, SPLITS: tl.constexpr):
     """The largest logit of the row."""
-    return _number((tl.max(of_splits(left[0], 0, SPLITS), 0) >> 32).to(tl.uint32))
+    return _number((tl.max(load_splits(left[0], 0, SPLITS), 0) >> 32).to(tl.uint32))
 
 
 @triton.jit
-def _asked(logits, how):
+def _load_settings(logits, settings):
     """top-k, top-p, and whether there is either."""
     b = tl.program_id(0) // logits[3]
-    top_k, top_p = tl.load(how[1] + b), tl.load(how[2] + b)
+    top_k, top_p = tl.load(settings[1] + b), tl.load(settings[2] + b)
     return top_k.to(tl.float32), top_p, (top_k > 0) & (top_k < logits[4]), top_p < 1
 
 
@@ -75,7 +75,7 @@ def _at(step):
 
 
 @triton.jit
-def _picked(left, step, by_mass, top_p, SPLITS: tl.constexpr):
+def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
     """The state after a step: with the largest digit from which on up there is what is wanted."""
     s_S, j_J, num_splits = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIGIT), tl.num_programs(1)
     at, shift = _at(step)
@@ -104,20 +104,22 @@ def _num_on(left, step, split, edge, mask):
 
 
 @triton.jit(do_not_specialize=["step"])
-def narrow(logits, how, left, step, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DRAWS: tl.constexpr):
+def narrow(
+    logits, settings, left, step, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DRAWS: tl.constexpr
+):
     """A digit of the first edge, by number if there is a top-k (steps 0 to 7), or of the second, by
     probability, of what is above the first if there is top-p too (8 to 15)."""
-    top_k, top_p, has_k, has_p = _asked(logits, how)
+    top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     is_idle = not tl.where(step < 8, has_k | has_p, has_k & has_p)
     if DRAWS:
-        is_idle |= tl.load(how[0] + tl.program_id(0) // logits[3]) <= 0
+        is_idle |= tl.load(settings[0] + tl.program_id(0) // logits[3]) <= 0
     if is_idle:
         return
     top, by_mass, is_empty = _top(left, SPLITS), (step >= 8) | (not has_k), False
     edge, floor = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
     above, wanted = 0.0, tl.where(by_mass, 0.0, top_k)
     if step > 0:
-        edge, above, wanted, floor = _picked(left, step - 1, by_mass, top_p, SPLITS)
+        edge, above, wanted, floor = _next_state(left, step - 1, by_mass, top_p, SPLITS)
         if step == 8:
             wanted = tl.exp(_number(edge) - top) * (top_k - above)
             floor, edge, above = edge, tl.full([], 0, tl.uint32), 0.0
@@ -133,7 +135,7 @@ def narrow(logits, how, left, step, BLOCK: tl.constexpr, SPLITS: tl.constexpr, D
         tl.store(state + 3, floor.to(tl.float32, bitcast=True))
     on_J, have_J = tl.zeros([DIGIT], tl.int32), tl.zeros([DIGIT], tl.float32)
     if not is_empty:
-        _, x_V = tile(logits, how[0], BLOCK)
+        _, x_V = tile(logits, settings[0], BLOCK)
         key_V = ordered(x_V)
         digit_V = (key_V - edge) >> shift
         digit_V = tl.where((digit_V < DIGIT) & (key_V > floor), digit_V.to(tl.int32), -1)
@@ -149,16 +151,16 @@ def narrow(logits, how, left, step, BLOCK: tl.constexpr, SPLITS: tl.constexpr, D
 
 
 @triton.jit
-def _edge(logits, how, left, top, SPLITS: tl.constexpr):
+def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
     """The key above which all is kept, and how many of those of this split that lie on it."""
-    top_k, top_p, has_k, has_p = _asked(logits, how)
+    top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
     if has_k | has_p:
         step, s_S = 7, tl.arange(0, SPLITS)
-        edge, above, wanted, _ = _picked(left, step, False, top_p, SPLITS)
+        edge, above, wanted, _ = _next_state(left, step, False, top_p, SPLITS)
         num_on_it = tl.where(has_k, top_k - above, float("inf"))
         if has_k & has_p:
-            edge_p, above, wanted, _ = _picked(left, 15, True, top_p, SPLITS)
+            edge_p, above, wanted, _ = _next_state(left, 15, True, top_p, SPLITS)
             if edge_p > edge:
                 step, edge, num_on_it = 15, edge_p, top_k
         if has_p:
@@ -169,14 +171,14 @@ def _edge(logits, how, left, top, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def kept(logits, how, left, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def is_kept(logits, settings, left, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """The tokens of this split, and how far those that are kept are below the largest logit; -inf
     of others."""
-    at_V, x_V = tile(logits, how[0], BLOCK)
+    at_V, x_V = tile(logits, settings[0], BLOCK)
     key_V, top = ordered(x_V), _top(left, SPLITS)
-    edge, num_on_it = _edge(logits, how, left, top, SPLITS)
+    edge, num_on_it = _edge(logits, settings, left, top, SPLITS)
     is_on_V = (key_V == edge).to(tl.int32)
     is_kept_V = (key_V > edge) | ((is_on_V > 0) & (tl.cumsum(is_on_V, 0) <= num_on_it))
-    min_p = tl.load(how[3] + tl.program_id(0) // logits[3])
+    min_p = tl.load(settings[3] + tl.program_id(0) // logits[3])
     is_kept_V &= (tl.exp(x_V - top) >= min_p) | (x_V == top)
     return at_V, tl.where(is_kept_V, x_V - top, float("-inf"))

@@ -13,16 +13,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import Blocks, Weights
+from tandem.model.kernels.base import Fp8BlockWeight, Weights
 from tandem.model.kernels.gpu import tiles
 from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot
-from tandem.model.kernels.gpu.pairs import own, pairs_at, pairs_of
+from tandem.model.kernels.gpu.pairs import pairs_at, pairs_of, slot_range
 
-FEW_PROGRAMS = 512
+MIN_PROGRAMS = 512
 """Too few to keep a device busy: outputs are cut finer."""
 
 
-def experts(
+def fused_experts(
     x_ND: Tensor,
     tokens_P: Tensor | None,
     slots_P: Tensor,
@@ -36,29 +36,29 @@ def experts(
     width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
     pairs = pairs_of(slots_P, num_slots)
     told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
-    how = {"BY_PAIR": pairs.by_pair, "LOOKED_THROUGH": pairs.looked_through}
+    attn = {"BY_PAIR": pairs.by_pair, "NUM_SCANNED": pairs.num_scanned}
     each = triton.cdiv(num_pairs, num_slots * num_ranks), x_ND, gate_up
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
-    tile = tiles.of_experts(*each, 32 if each[0] <= 16 else 64, num_matrices=2)
+    tile = tiles.tile_for_experts(*each, 32 if each[0] <= 16 else 64, num_matrices=2)
     _gate_up[(pairs.num_programs, triton.cdiv(width, tile.block_n))](
         *(x_ND, gate_up, scales1, slots_P if tokens_P is None else tokens_P, *told),
         *(hidden_PF, x_ND.stride(0), num_pairs // len(x_ND)),
         D=dim,
         F=width,
         HAS_TOKENS=tokens_P is not None,
-        HAS_BLOCKS=isinstance(w1, Blocks),
-        **how,
+        HAS_BLOCKS=isinstance(w1, Fp8BlockWeight),
+        **attn,
         **tile.options("BLOCK_M", "BLOCK_F", "BLOCK_K"),
     )
     out_PD = torch.empty(num_pairs, dim, dtype=dtype, device=device)
-    is_busy = pairs.num_programs * dim >= 64 * FEW_PROGRAMS
-    tile = tiles.of_experts(*each, 64 if is_busy else 32)
+    is_busy = pairs.num_programs * dim >= 64 * MIN_PROGRAMS
+    tile = tiles.tile_for_experts(*each, 64 if is_busy else 32)
     _down[(pairs.num_programs, triton.cdiv(dim, tile.block_n))](
         *(hidden_PF, down, scales2, *told, out_PD),
         D=dim,
         F=width,
-        HAS_BLOCKS=isinstance(w2, Blocks),
-        **how,
+        HAS_BLOCKS=isinstance(w2, Fp8BlockWeight),
+        **attn,
         **tile.options("BLOCK_M", "BLOCK_D", "BLOCK_K"),
     )
     return out_PD
@@ -66,7 +66,7 @@ def experts(
 
 def values_of(weights: Weights) -> tuple[Tensor, Tensor]:
     """Values and scales; where there are none, the latter are never read."""
-    return weights if isinstance(weights, Blocks) else (weights, weights)
+    return weights if isinstance(weights, Fp8BlockWeight) else (weights, weights)
 
 
 def silu_mul(gate_up_NF: Tensor) -> Tensor:
@@ -96,13 +96,13 @@ def _gate_up(
     HAS_TOKENS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     BY_PAIR: tl.constexpr,
-    LOOKED_THROUGH: tl.constexpr,
+    NUM_SCANNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     told = slots, order, starts, num_pairs, num_slots
-    slot, first, end = own(told, BY_PAIR, LOOKED_THROUGH)
+    slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
     f_F, k_K = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
     is_f = (f_F < F)[:, None]
     gate = w + slot.to(tl.int64) * 2 * F * D + f_F[:, None] * D + k_K[None, :]
@@ -113,7 +113,7 @@ def _gate_up(
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        pair_M = pairs_at(told, slot, place_M, end, LOOKED_THROUGH)
+        pair_M = pairs_at(told, slot, place_M, end, NUM_SCANNED)
         if HAS_TOKENS:
             token_M = tl.load(tokens + pair_M, mask=place_M < end, other=0)
         else:
@@ -157,13 +157,13 @@ def _down(
     F: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     BY_PAIR: tl.constexpr,
-    LOOKED_THROUGH: tl.constexpr,
+    NUM_SCANNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     told = slots, order, starts, num_pairs, num_slots
-    slot, first, end = own(told, BY_PAIR, LOOKED_THROUGH)
+    slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
     d_D, k_K = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
     row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
@@ -172,7 +172,7 @@ def _down(
     for begin in range(first, end, BLOCK_M):
         place_M = begin + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        pair_M = pairs_at(told, slot, place_M, end, LOOKED_THROUGH)
+        pair_M = pairs_at(told, slot, place_M, end, NUM_SCANNED)
         row_MK = hidden + pair_M.to(tl.int64)[:, None] * F + k_K[None, :]
         out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if HAS_BLOCKS:

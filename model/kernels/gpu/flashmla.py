@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import Attention
+from tandem.model.kernels.base import AttentionMetadata
 from tandem.model.kernels.gpu.rotary import rotated
 
 SCHEMA = (
@@ -23,7 +23,7 @@ SCHEMA = (
     "Tensor block_table, float softmax_scale, bool is_causal, Tensor? tile_scheduler_metadata, "
     "Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
 )
-FEWEST_PAIRS, PAGE_SIZE, LATENT, ENTRY = 64, 64, 512, 576
+MIN_FLASHMLA_PAIRS, PAGE_SIZE, LATENT, ENTRY = 64, 64, 512, 576
 STEP = tl.constexpr(ENTRY)
 
 
@@ -36,28 +36,33 @@ class FlashMla:
         self._pass: tuple[Any, ...] = None, None
 
     @staticmethod
-    def fits(num_heads: int, how: Attention, lens_BQ: Tensor) -> bool:
+    def fits(num_heads: int, attn: AttentionMetadata, lens_BQ: Tensor) -> bool:
         """Rows of a sequence are a chain: each sees a slot more than the one before."""
-        is_many = num_heads * lens_BQ.shape[1] >= FEWEST_PAIRS
-        is_even = num_heads == triton.next_power_of_2(num_heads) and how.bits_BQ is None
-        is_entry = how.cache.shape[1:] == (PAGE_SIZE, ENTRY) and how.cache.element_size() == 2
+        is_many = num_heads * lens_BQ.shape[1] >= MIN_FLASHMLA_PAIRS
+        is_even = num_heads == triton.next_power_of_2(num_heads) and attn.bits_BQ is None
+        is_entry = attn.cache.shape[1:] == (PAGE_SIZE, ENTRY) and attn.cache.element_size() == 2
         return is_many and is_even and is_entry
 
     def attend(
-        self, nope_HXN: Tensor, up_HNC: Tensor, pe_XHR: Tensor, how: Attention, lens_BQ: Tensor
+        self,
+        nope_HXN: Tensor,
+        up_HNC: Tensor,
+        pe_XHR: Tensor,
+        attn: AttentionMetadata,
+        lens_BQ: Tensor,
     ) -> Tensor:
         """See Kernels.mla_attend, of which this is a part: [X, H, C]."""
         num_rows, num_heads, num_pe = pe_XHR.shape
         q_XHL = pe_XHR.new_empty(num_rows, num_heads, ENTRY)
         torch.bmm(nope_HXN, up_HNC, out=q_XHL[..., :LATENT].transpose(0, 1))
         where = q_XHL[..., LATENT:], *pe_XHR.stride()[:2], num_heads, num_pe
-        _rotate[(num_rows,)](pe_XHR, how.cos, how.sin, *where, how.is_interleaved)
-        if self._pass[0] is not lens_BQ or self._pass[1] is not how.page_table_BP:
-            table_BP = how.page_table_BP.int()
+        _rotate[(num_rows,)](pe_XHR, attn.cos, attn.sin, *where, attn.is_interleaved)
+        if self._pass[0] is not lens_BQ or self._pass[1] is not attn.page_table_BP:
+            table_BP = attn.page_table_BP.int()
             lens_B = lens_BQ[:, -1].clamp(max=table_BP.shape[1] * PAGE_SIZE).int()
-            self._pass = lens_BQ, how.page_table_BP, lens_B, table_BP, (None, None)
+            self._pass = lens_BQ, attn.page_table_BP, lens_B, table_BP, (None, None)
         *given, split = self._pass
-        told = how.cache.unsqueeze(2), LATENT, *given[2:], how.scale, lens_BQ.shape[1] > 1
+        told = attn.cache.unsqueeze(2), LATENT, *given[2:], attn.scale, lens_BQ.shape[1] > 1
         out_BQHC, _, *split = self._operator(q_XHL.unflatten(0, lens_BQ.shape), *told, *split)
         self._pass = *given, split
         return out_BQHC.flatten(0, 1)

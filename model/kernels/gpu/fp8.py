@@ -8,32 +8,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import BLOCK, Blocks
+from tandem.model.kernels.base import BLOCK, Fp8BlockWeight
 
 FP8 = torch.float8_e4m3fn
-LARGEST = tl.constexpr(448.0)
-LEAST = tl.constexpr(1e-4)
+MAX_FP8 = tl.constexpr(448.0)
+MIN_SCALE = tl.constexpr(1e-4)
 """Of what a group's largest is taken for (spec §6)."""
-QUANTISED_AT_ONCE = 16
+QUANTISE_BLOCK_ROWS = 16
 """Of 128 values that one program quantises."""
 QUANTUM = tl.constexpr(BLOCK)
 """Of FP8; tiles divide it."""
 
 
-def quantised(x_NK: Tensor, by_powers: bool) -> Blocks:
+def quantise(x_NK: Tensor, power_of_2_scales: bool) -> Fp8BlockWeight:
     """Each 128 values of a row by their largest: values [N, K] FP8, factors [N, K / 128] fp32,
-    ``by_powers`` of two or any (spec §6, scale_fmt)."""
+    ``power_of_2_scales`` of two or any (spec §6, scale_fmt)."""
     num_rows, width = x_NK.shape
     num_groups = triton.cdiv(width, BLOCK)
     values_NK = torch.empty(num_rows, width, dtype=FP8, device=x_NK.device)
     scales_NG = torch.empty(num_rows, num_groups, device=x_NK.device)
-    _quantise[(triton.cdiv(num_rows * num_groups, QUANTISED_AT_ONCE),)](
+    _quantise[(triton.cdiv(num_rows * num_groups, QUANTISE_BLOCK_ROWS),)](
         *(x_NK, values_NK, scales_NG, num_rows, x_NK.stride(0)),
         K=width,
-        BY_POWERS=by_powers,
-        BLOCK_G=QUANTISED_AT_ONCE,
+        POWER_OF_2_SCALES=power_of_2_scales,
+        BLOCK_G=QUANTISE_BLOCK_ROWS,
     )
-    return Blocks(values_NK, scales_NG)
+    return Fp8BlockWeight(values_NK, scales_NG)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _quantise(
     num_rows,
     x_row,
     K: tl.constexpr,
-    BY_POWERS: tl.constexpr,
+    POWER_OF_2_SCALES: tl.constexpr,
     BLOCK_G: tl.constexpr,
 ):
     NUM_K: tl.constexpr = (K + QUANTUM - 1) // QUANTUM
@@ -66,8 +66,8 @@ def _quantise(
     k_GK = (group_G % NUM_K)[:, None] * QUANTUM + tl.arange(0, QUANTUM)[None, :]
     is_value = is_row[:, None] & (k_GK < K)
     x_GK = tl.load(x + row_G[:, None] * x_row + k_GK, mask=is_value, other=0.0).to(tl.float32)
-    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), LEAST) / LARGEST
-    if BY_POWERS:
+    scale_G = tl.maximum(tl.max(tl.abs(x_GK), 1), MIN_SCALE) / MAX_FP8
+    if POWER_OF_2_SCALES:
         scale_G = tl.exp2(tl.ceil(tl.log2(scale_G)))
     value_GK = (x_GK / scale_G[:, None]).to(values.dtype.element_ty)
     tl.store(values + row_G[:, None] * K + k_GK, value_GK, mask=is_value)

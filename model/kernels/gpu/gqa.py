@@ -10,20 +10,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import Attention
-from tandem.model.kernels.gpu.attend import FEWEST_SLOTS, LOG2_E, MAX_PARTS, merged
+from tandem.model.kernels.base import AttentionMetadata
+from tandem.model.kernels.gpu.attend import LOG2_E, MAX_PARTS, MIN_SLOTS, merged
 from tandem.model.kernels.gpu.rotary import rotated
 from tandem.model.kernels.gpu.softmax import only_seen, seen, weighed
 
 
-def attend(q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor, num_processors: int) -> Tensor:
+def attend(
+    q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor, num_processors: int
+) -> Tensor:
     """What queries, not rotated yet, attend to: [X, H, K]. Contexts are split until
     ``num_processors`` have work, into as many parts whatever they are."""
     num_rows, num_heads, width = q_XHK.shape
     num_seqs, num_q = context_lens_BQ.shape
-    num_groups = how.cache.shape[2] // (2 * width)
+    num_groups = attn.cache.shape[2] // (2 * width)
     lens = context_lens_BQ.contiguous()
-    bits = lens if how.bits_BQ is None else how.bits_BQ.contiguous()
+    bits = lens if attn.bits_BQ is None else attn.bits_BQ.contiguous()
     num_pairs = num_q * num_heads // num_groups
     block_m = min(64, max(16, triton.next_power_of_2(num_pairs)))
     num_blocks = triton.cdiv(num_pairs, block_m)
@@ -32,15 +34,26 @@ def attend(q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor, num_processor
     part = q_XHK.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHK.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend_groups[(num_blocks, num_seqs * num_groups, num_parts)](
-        *(q_XHK, how.cos, how.sin, how.cache, how.page_table_BP, lens, bits, part, lse, how.scale),
-        *(*q_XHK.stride()[:2], how.page_table_BP.stride(0), num_q),
+        *(
+            q_XHK,
+            attn.cos,
+            attn.sin,
+            attn.cache,
+            attn.page_table_BP,
+            lens,
+            bits,
+            part,
+            lse,
+            attn.scale,
+        ),
+        *(*q_XHK.stride()[:2], attn.page_table_BP.stride(0), num_q),
         NUM_GROUPS=num_groups,
         NUM_EACH=num_heads // num_groups,
         K=width,
-        PAGE_SIZE=how.cache.shape[1],
+        PAGE_SIZE=attn.cache.shape[1],
         NUM_PARTS=num_parts,
-        IS_INTERLEAVED=how.is_interleaved,
-        IS_TREE=how.bits_BQ is not None,
+        IS_INTERLEAVED=attn.is_interleaved,
+        IS_TREE=attn.bits_BQ is not None,
         BLOCK_M=block_m,
         BLOCK_S=32,
         BLOCK_K=max(16, triton.next_power_of_2(width)),
@@ -84,7 +97,7 @@ def _attend_groups(
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
     bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
     longest = tl.max(len_M, 0) + (64 if IS_TREE else 0)
-    num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), FEWEST_SLOTS)
+    num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), MIN_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
     first = of * num_slots
     end = tl.minimum(first + num_slots, longest)

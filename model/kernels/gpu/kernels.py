@@ -11,57 +11,57 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.core.forms import CAPTURED
-from tandem.model.kernels.base import Attention, Blocks, Kernels, Routing
+from tandem.core.execution import CAPTURED
+from tandem.model.kernels.base import AttentionMetadata, Fp8BlockWeight, Kernels, Routing
 from tandem.model.kernels.captured import Captured
 from tandem.model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
 from tandem.model.kernels.gpu.attend import attend
-from tandem.model.kernels.gpu.experts import experts, silu_mul
-from tandem.model.kernels.gpu.moves import Places
-from tandem.model.kernels.repeated import Function, Repeated
+from tandem.model.kernels.gpu.experts import fused_experts, silu_mul
+from tandem.model.kernels.gpu.moves import CacheAddresses
+from tandem.model.kernels.replayable import Function, ReplayableFunction
 
 MANY_PAIRS = 32
 """From so many pairs an expert on, they are sorted, and tiles of rows are what programs compute."""
 
 
-class Triton(Kernels):
+class TritonKernels(Kernels):
     """``num_processors`` of the device are to be busy. For products with FP8 matrices rows are
-    quantised too where it ``quantises``, ``by_powers`` of two or any."""
+    quantised too where it ``quantises``, ``power_of_2_scales`` of two or any."""
 
     name = "triton"
-    form = CAPTURED
-    keeps_outputs = True
-    reads_blocks = True
-    reads_pages = True
-    mla_entry = staticmethod(norms.mla_entry)
+    exec_mode = CAPTURED
+    owns_outputs = True
+    supports_fp8_blocks = True
+    reads_paged_cache = True
+    write_mla_cache = staticmethod(norms.write_mla_cache)
     mla_prefill = staticmethod(prefill.attend)
-    combine = staticmethod(norms.Unsummed)
+    combine = staticmethod(norms.DeferredSum)
     compile_s = staticmethod(compiling.seconds)
-    likeliest = staticmethod(sample.largest)
-    drawn = staticmethod(sample.draw)
+    argmax_tokens = staticmethod(sample.argmax_tokens)
+    sample_tokens = staticmethod(sample.draw)
     filtered_log_probs = staticmethod(sample.filtered_log_probs)
 
     def __init__(
-        self, num_processors: int, quantises: bool = False, by_powers: bool = False
+        self, num_processors: int, quantises: bool = False, power_of_2_scales: bool = False
     ) -> None:
         self._num_processors = num_processors
-        self._quantises, self._by_powers = quantises, by_powers
+        self._quantises, self._power_of_2_scales = quantises, power_of_2_scales
         self._captures: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
-        self._side: torch.cuda.Stream | None = None
-        self._places: Places | None = None
+        self._side_stream: torch.cuda.Stream | None = None
+        self._addresses: CacheAddresses | None = None
 
-    def repeated(self, function: Function) -> Repeated:
+    def make_replayable(self, function: Function) -> ReplayableFunction:
         if self._captures is None:
             # One that is held is not given up with its last graph, while outputs of it live on.
             self._captures = torch.cuda.MemPool(), torch.cuda.Stream()
         return Captured(function, self._captures[0].id, self._captures[1])
 
-    def beside(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """As a branch of the graph that is captured. Without one the host is what takes long."""
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-            return super().beside(work)
-        main, side = torch.cuda.current_stream(), self._side or torch.cuda.Stream()
-        self._side = side
+            return super().run_concurrently(work)
+        main, side = torch.cuda.current_stream(), self._side_stream or torch.cuda.Stream()
+        self._side_stream = side
         # It waits here for whatever used what earlier branches left, which is reused from now on.
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -74,9 +74,9 @@ class Triton(Kernels):
         return joined
 
     def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
-        if isinstance(packed, Blocks):
+        if isinstance(packed, Fp8BlockWeight):
             dtype = torch.float32 if in_fp32 else x_XK.dtype
-            return self._product(x_XK, Blocks(*(part[None] for part in packed)), 1, dtype)
+            return self._product(x_XK, Fp8BlockWeight(*(part[None] for part in packed)), 1, dtype)
         if in_fp32 and x_XK.dtype != torch.float32:
             return torch.mm(x_XK, packed.t(), out_dtype=torch.float32)
         return F.linear(x_XK, packed)
@@ -85,36 +85,46 @@ class Triton(Kernels):
         return norms.rms_norm(x_XD, None, weight_D, eps)[1]
 
     def add_rms_norm(
-        self, x_XD: Tensor, more: Tensor | norms.Unsummed, weight_D: Tensor, eps: float
+        self, x_XD: Tensor, branch: Tensor | norms.DeferredSum, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norms.rms_norm(x_XD, more, weight_D, eps)
+        return norms.rms_norm(x_XD, branch, weight_D, eps)
 
     def mla_attend(
-        self, q_XHK: Tensor, up_k: Tensor, up_v: Tensor, how: Attention, context_lens_BQ: Tensor
+        self,
+        q_XHK: Tensor,
+        up_k: Tensor,
+        up_v: Tensor,
+        attn: AttentionMetadata,
+        context_lens_BQ: Tensor,
     ) -> Tensor:
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
         nope_HXN, pe_XHR = q_XHK[..., :num_nope].transpose(0, 1), q_XHK[..., num_nope:]
-        o_XHC = self._attended(nope_HXN, up_k.transpose(1, 2), pe_XHR, how, context_lens_BQ)
+        o_XHC = self._attend(nope_HXN, up_k.transpose(1, 2), pe_XHR, attn, context_lens_BQ)
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
         torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2), out=out_XHV.transpose(0, 1))
         return out_XHV
 
-    def _attended(
-        self, nope_HXN: Tensor, up_HNC: Tensor, pe_XHR: Tensor, how: Attention, lens_BQ: Tensor
+    def _attend(
+        self,
+        nope_HXN: Tensor,
+        up_HNC: Tensor,
+        pe_XHR: Tensor,
+        attn: AttentionMetadata,
+        lens_BQ: Tensor,
     ) -> Tensor:
         """[X, H, C]"""
         q_XHC = torch.bmm(nope_HXN, up_HNC).transpose(0, 1)
-        return attend(q_XHC, pe_XHR, how, lens_BQ, self._num_processors)
+        return attend(q_XHC, pe_XHR, attn, lens_BQ, self._num_processors)
 
-    def gqa_attend(self, q_XHK: Tensor, how: Attention, context_lens_BQ: Tensor) -> Tensor:
-        return gqa.attend(q_XHK, how, context_lens_BQ, self._num_processors)
+    def gqa_attend(self, q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor) -> Tensor:
+        return gqa.attend(q_XHK, attn, context_lens_BQ, self._num_processors)
 
-    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
-        if self._places is None or not self._places.hold(caches):
-            self._places = Places(caches)
-        self._places.move(caches, from_BN, to_BN)
+    def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+        if self._addresses is None or not self._addresses.matches(caches):
+            self._addresses = CacheAddresses(caches)
+        self._addresses.copy_slots(caches, from_BN, to_BN)
 
-    def experts(
+    def fused_experts(
         self,
         x_ND: Tensor,
         tokens_P: Tensor | None,
@@ -123,7 +133,7 @@ class Triton(Kernels):
         w2: Any,
         num_ranks: int = 1,
     ) -> Tensor:
-        is_fp8, dtype = isinstance(w1, Blocks), x_ND.dtype
+        is_fp8, dtype = isinstance(w1, Fp8BlockWeight), x_ND.dtype
         if slots_P is None and is_fp8:
             hidden = silu_mul(self._product(x_ND, w1, 2, dtype))
             return self._product(hidden, w2, 1, dtype)
@@ -133,20 +143,24 @@ class Triton(Kernels):
             return x_ND.new_empty(0, x_ND.shape[1])
         given = x_ND, tokens_P, slots_P, w1, w2
         if is_fp8 and self._quantises:
-            return products.experts(*given, self._num_processors, num_ranks, self._by_powers)
+            return products.fused_experts(
+                *given, self._num_processors, num_ranks, self._power_of_2_scales
+            )
         if not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1) * num_ranks:
-            return products.experts(*given, self._num_processors, num_ranks)
-        return experts(*given, num_ranks)
+            return products.fused_experts(*given, self._num_processors, num_ranks)
+        return fused_experts(*given, num_ranks)
 
-    def _product(self, x_XK: Tensor, w: Blocks, num_parts: int, dtype: torch.dtype) -> Tensor:
+    def _product(
+        self, x_XK: Tensor, w: Fp8BlockWeight, num_parts: int, dtype: torch.dtype
+    ) -> Tensor:
         """With one matrix of FP8: [X, M]."""
-        x = products.quantised(x_XK, self._by_powers) if self._quantises else x_XK
+        x = products.quantise(x_XK, self._power_of_2_scales) if self._quantises else x_XK
         return products.product(x, w, dtype, self._num_processors, num_parts)
 
     def route(
-        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, how: Routing
+        self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        if len(x_TD) <= route.FEW_TOKENS:
-            return route.choose(route.logits(x_TD, packed), bias_E, how)
+        if len(x_TD) <= route.FEW_TOKENS_MAX:
+            return route.choose(route.logits(x_TD, packed), bias_E, routing)
         logits_TE = self.linear(x_TD, packed, len(packed), in_fp32=True)
-        return route.choose(logits_TE[None], bias_E, how)
+        return route.choose(logits_TE[None], bias_E, routing)

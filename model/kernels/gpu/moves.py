@@ -11,22 +11,22 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Places:
+class CacheAddresses:
     """Addresses of some caches on their device, which are written down once: a captured graph
     cannot bring them."""
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self._addresses = [cache.data_ptr() for cache in caches]
-        self._places_L = torch.tensor(self._addresses, device=caches[0].device)
+        self._addresses_L = torch.tensor(self._addresses, device=caches[0].device)
 
-    def hold(self, caches: Sequence[Tensor]) -> bool:
+    def matches(self, caches: Sequence[Tensor]) -> bool:
         """Whether these are the ones."""
         return [cache.data_ptr() for cache in caches] == self._addresses
 
-    def move(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
+    def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         (num_rows, num_moves), width = from_BN.shape, caches[0].shape[-1]
-        _move[(num_rows, len(caches))](
-            *(self._places_L, caches[0], from_BN.contiguous(), to_BN.contiguous()),
+        _copy_slots[(num_rows, len(caches))](
+            *(self._addresses_L, caches[0], from_BN.contiguous(), to_BN.contiguous()),
             NUM=num_moves,
             WIDTH=width,
             BLOCK=triton.next_power_of_2(width),
@@ -34,10 +34,10 @@ class Places:
 
 
 @triton.jit
-def _move(
-    places_L, like, from_BN, to_BN, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+def _copy_slots(
+    addresses_L, like, from_BN, to_BN, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row, cache = tl.program_id(0), tl.load(places_L + tl.program_id(1)).to(like.dtype)
+    row, cache = tl.program_id(0), tl.load(addresses_L + tl.program_id(1)).to(like.dtype)
     i = tl.arange(0, BLOCK)
     for move in range(NUM):
         at = tl.load(from_BN + row * NUM + move) * WIDTH + i

@@ -10,53 +10,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import Attention
+from tandem.model.kernels.base import AttentionMetadata
 from tandem.model.kernels.gpu.rotary import rotated
 
 
-class Unsummed:
+class DeferredSum:
     """What Kernels.combine is given, for the next norm to sum up: a launch less. It is taken once,
     and held no longer: outputs of many tokens' experts are large."""
 
-    def __init__(self, out_TKD: Tensor, weights_TK: Tensor, more_TD: Tensor | None) -> None:
-        self._given = [(out_TKD, weights_TK, more_TD)]
+    def __init__(self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None) -> None:
+        self._inputs = [(out_TKD, weights_TK, branch_TD)]
 
-    def taken(self) -> Any:
+    def take_inputs(self) -> Any:
         """All three, this once."""
-        return self._given.pop()
+        return self._inputs.pop()
 
 
 def rms_norm(
-    x_XD: Tensor, more: Tensor | Unsummed | None, weight_D: Tensor, eps: float
+    x_XD: Tensor, branch: Tensor | DeferredSum | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """The sum of both, and its norm. Rows may lie apart."""
     num_rows, dim = x_XD.shape
     y_XD = torch.empty(num_rows, dim, dtype=x_XD.dtype, device=x_XD.device)
-    sum_XD = x_XD if more is None else torch.empty_like(y_XD)
-    out, weights, more_XD = more.taken() if isinstance(more, Unsummed) else (x_XD, x_XD, more)
+    sum_XD = x_XD if branch is None else torch.empty_like(y_XD)
+    out, weights, branch_XD = (
+        branch.take_inputs() if isinstance(branch, DeferredSum) else (x_XD, x_XD, branch)
+    )
     num_parts, block = out.shape[1] if out.ndim == 3 else 0, triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
-        *(x_XD, out, weights, x_XD if more_XD is None else more_XD, weight_D, sum_XD, y_XD, eps),
-        *(x_XD.stride(0), 0 if more_XD is None else more_XD.stride(0)),
+        *(
+            x_XD,
+            out,
+            weights,
+            x_XD if branch_XD is None else branch_XD,
+            weight_D,
+            sum_XD,
+            y_XD,
+            eps,
+        ),
+        *(x_XD.stride(0), 0 if branch_XD is None else branch_XD.stride(0)),
         D=dim,
         K=num_parts,
-        HAS_MORE=more_XD is not None,
+        HAS_BRANCH=branch_XD is not None,
         BLOCK_D=block,
         num_warps=8 if num_parts or block >= 4096 else 4,
     )
     return sum_XD, y_XD
 
 
-def mla_entry(kv_XL: Tensor, weight_C: Tensor, eps: float, how: Attention, slots_X: Tensor) -> None:
-    """See Kernels.mla_entry."""
+def write_mla_cache(
+    kv_XL: Tensor, weight_C: Tensor, eps: float, attn: AttentionMetadata, slots_X: Tensor
+) -> None:
+    """See Kernels.write_mla_cache."""
     assert slots_X.is_contiguous(), "places are read one behind the other"
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
-    _entry[(len(kv_XL),)](
-        *(kv_XL, weight_C, how.cos, how.sin, slots_X, how.cache, eps, kv_XL.stride(0)),
+    _write_mla_cache[(len(kv_XL),)](
+        *(kv_XL, weight_C, attn.cos, attn.sin, slots_X, attn.cache, eps, kv_XL.stride(0)),
         C=width,
         R=num_pe,
-        IS_INTERLEAVED=how.is_interleaved,
+        IS_INTERLEAVED=attn.is_interleaved,
         BLOCK_C=triton.next_power_of_2(width),
         BLOCK_R=triton.next_power_of_2(num_pe),
     )
@@ -74,30 +87,30 @@ def _rms_norm(
     x,
     out,
     weights,
-    more,
+    branch,
     weight,
     total,
     y,
     eps,
     x_row,
-    more_row,
+    branch_row,
     D: tl.constexpr,
     K: tl.constexpr,
-    HAS_MORE: tl.constexpr,
+    HAS_BRANCH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
     is_d = d < D
     x_D = tl.load(x + row * x_row + d, mask=is_d, other=0.0).to(tl.float32)
-    if HAS_MORE or K > 0:
-        more_D = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_BRANCH or K > 0:
+        branch_D = tl.zeros([BLOCK_D], tl.float32)
         for k in tl.static_range(K):
             out_D = tl.load(out + (row * K + k) * D + d, mask=is_d, other=0.0).to(tl.float32)
-            more_D += out_D * tl.load(weights + row * K + k)
-        more_D = more_D.to(y.dtype.element_ty).to(tl.float32)
-        if HAS_MORE:
-            more_D += tl.load(more + row * more_row + d, mask=is_d, other=0.0).to(tl.float32)
-        x_D += more_D.to(y.dtype.element_ty).to(tl.float32)
+            branch_D += out_D * tl.load(weights + row * K + k)
+        branch_D = branch_D.to(y.dtype.element_ty).to(tl.float32)
+        if HAS_BRANCH:
+            branch_D += tl.load(branch + row * branch_row + d, mask=is_d, other=0.0).to(tl.float32)
+        x_D += branch_D.to(y.dtype.element_ty).to(tl.float32)
         x_D = x_D.to(y.dtype.element_ty)
         tl.store(total + row * D + d, x_D, mask=is_d)
         x_D = x_D.to(tl.float32)
@@ -106,7 +119,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _entry(
+def _write_mla_cache(
     kv,
     weight,
     cos,

@@ -12,31 +12,31 @@ import triton.language as tl
 from torch import Tensor
 
 PAIRS = 1024
-MOST_LOOKED_THROUGH = 64
-MOST_AT_ONCE = 8 * PAIRS
+MAX_SCANNED_PAIRS = 64
+MAX_PAIRS_PER_PASS = 8 * PAIRS
 """Which every slot goes over; more are counted in chunks, and then put where they belong."""
-RANKED = 128
+COMPARED_PAIRS = 128
 """Pairs that are compared with each other."""
 
 
 class Pairs(NamedTuple):
     """Of programs, each of which has a slot: one for every slot, or where there are fewer pairs,
-    one for every pair, of which the first of each slot has them all. ``looked_through`` is 0 where
+    one for every pair, of which the first of each slot has them all. ``num_scanned`` is 0 where
     pairs are sorted."""
 
     order_P: Tensor
     starts_S: Tensor
     num_programs: int
     by_pair: bool
-    looked_through: int
+    num_scanned: int
 
 
 def pairs_of(slots_P: Tensor, num_slots: int) -> Pairs:
     num_pairs = len(slots_P)
-    how = min(num_pairs, num_slots), num_pairs < num_slots
-    if num_pairs <= MOST_LOOKED_THROUGH:
-        return Pairs(slots_P, slots_P, *how, max(2, triton.next_power_of_2(num_pairs)))
-    return Pairs(*by_slot(slots_P, num_slots), *how, 0)
+    programs = min(num_pairs, num_slots), num_pairs < num_slots
+    if num_pairs <= MAX_SCANNED_PAIRS:
+        return Pairs(slots_P, slots_P, *programs, max(2, triton.next_power_of_2(num_pairs)))
+    return Pairs(*by_slot(slots_P, num_slots), *programs, 0)
 
 
 def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -45,14 +45,16 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     order_P = torch.empty_like(slots_P, dtype=torch.int32)
     starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
     given = order_P, starts_S, len(slots_P), num_slots
-    if len(slots_P) <= MOST_AT_ONCE:
+    if len(slots_P) <= MAX_PAIRS_PER_PASS:
         _by_slot[(num_slots + 1,)](slots_P, *given, BLOCK=PAIRS)
         return order_P, starts_S
     num_chunks, num_counts = triton.cdiv(len(slots_P), PAIRS), triton.next_power_of_2(num_slots + 1)
     counts_CS = order_P.new_empty(num_chunks, num_counts)
-    how = {"SLOTS": num_counts, "CHUNK": PAIRS}
-    _count[(num_chunks,)](slots_P, counts_CS, len(slots_P), num_slots, **how)
-    _place[(num_chunks,)](slots_P, counts_CS, *given, **how, AT_ONCE=16, BLOCK=RANKED, num_warps=8)
+    blocks = {"SLOTS": num_counts, "CHUNK": PAIRS}
+    _count[(num_chunks,)](slots_P, counts_CS, len(slots_P), num_slots, **blocks)
+    _place[(num_chunks,)](
+        slots_P, counts_CS, *given, **blocks, AT_ONCE=16, BLOCK=COMPARED_PAIRS, num_warps=8
+    )
     return order_P, starts_S
 
 
@@ -120,16 +122,16 @@ def _place(
 
 
 @triton.jit
-def own(told, BY_PAIR: tl.constexpr, LOOKED_THROUGH: tl.constexpr):
+def slot_range(pairs, BY_PAIR: tl.constexpr, NUM_SCANNED: tl.constexpr):
     """The slot of this program, and the places of its pairs: from the first up to the end. There
     are none if another program has them."""
-    slots, order, starts, num_pairs, num_slots = told
+    slots, order, starts, num_pairs, num_slots = pairs
     i = tl.program_id(0)
-    if LOOKED_THROUGH > 0:
+    if NUM_SCANNED > 0:
         slot = i
         if BY_PAIR:
             slot = tl.load(slots + i).to(tl.int32)
-        is_mine_P, p_P = _mine(slots, slot, num_pairs, LOOKED_THROUGH)
+        is_mine_P, p_P = _mine(slots, slot, num_pairs, NUM_SCANNED)
         first = tl.full([], 0, tl.int32)
         end = tl.sum(is_mine_P, 0)
         if BY_PAIR:
@@ -149,11 +151,11 @@ def own(told, BY_PAIR: tl.constexpr, LOOKED_THROUGH: tl.constexpr):
 
 
 @triton.jit
-def pairs_at(told, slot, place_M, end, LOOKED_THROUGH: tl.constexpr):
+def pairs_at(pairs, slot, place_M, end, NUM_SCANNED: tl.constexpr):
     """The slot's pairs at these places, 0 behind the end."""
-    slots, order, _, num_pairs, _ = told
-    if LOOKED_THROUGH > 0:
-        is_mine_P, p_P = _mine(slots, slot, num_pairs, LOOKED_THROUGH)
+    slots, order, _, num_pairs, _ = pairs
+    if NUM_SCANNED > 0:
+        is_mine_P, p_P = _mine(slots, slot, num_pairs, NUM_SCANNED)
         place_P = tl.cumsum(is_mine_P, 0) - 1
         is_it_MP = (place_P[None, :] == place_M[:, None]) & (is_mine_P > 0)[None, :]
         pair_M = tl.sum(tl.where(is_it_MP, p_P[None, :], 0), 1)
@@ -163,7 +165,7 @@ def pairs_at(told, slot, place_M, end, LOOKED_THROUGH: tl.constexpr):
 
 
 @triton.jit
-def _mine(slots, slot, num_pairs, LOOKED_THROUGH: tl.constexpr):
-    p_P = tl.arange(0, LOOKED_THROUGH)
+def _mine(slots, slot, num_pairs, NUM_SCANNED: tl.constexpr):
+    p_P = tl.arange(0, NUM_SCANNED)
     slot_P = tl.load(slots + p_P, mask=p_P < num_pairs, other=-1)
     return (slot_P == slot).to(tl.int32), p_P

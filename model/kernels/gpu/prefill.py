@@ -17,42 +17,42 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.model.checkpoint.tensors import upload
-from tandem.model.kernels.base import Attention
+from tandem.model.kernels.base import AttentionMetadata
 from tandem.model.kernels.gpu.attend import LOG2_E
 from tandem.model.kernels.gpu.rotary import rotated
 from tandem.model.kernels.gpu.softmax import only_seen, weighed
 from tandem.model.network.batch import Segments, gather_pages
 
-MOST_EXPANDED_BYTES = 1 << 30
+MAX_EXPANDED_BYTES = 1 << 30
 """Keys and values of so many heads are expanded at once: long contexts have gigabytes of them."""
 
 
 def attend(
-    q_THK: Tensor, kv_b: Tensor, how: Attention, segments: Segments, num_values: int
+    q_THK: Tensor, kv_b: Tensor, attn: AttentionMetadata, segments: Segments, num_values: int
 ) -> Tensor:
     """See Kernels.mla_prefill: [T, H, V]; ``kv_b`` is [H, N + V, C]."""
-    latent_SL = gather_pages(how.cache, how.page_table_BP)[0]
-    (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * how.cos.shape[1]
+    latent_SL = gather_pages(attn.cache, attn.page_table_BP)[0]
+    (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * attn.cos.shape[1]
     is_exact = q_THK.dtype == torch.float32
     block_m = 16 if is_exact else 128
-    lengths, page_size = segments.lengths, how.cache.shape[1]
+    lengths, page_size = segments.lengths, attn.cache.shape[1]
     tiles = _tiles(lengths, segments.contexts, page_size, block_m, q_THK.device)
     is_padded = sum(lengths) < num_rows
     make = q_THK.new_zeros if is_padded else q_THK.new_empty
     out_THV = make(num_rows, num_heads, num_values)
     per_head = latent_SL.shape[0] * kv_b.shape[1] * latent_SL.element_size()
-    num_at_once = max(1, MOST_EXPANDED_BYTES // max(1, per_head))
+    num_at_once = max(1, MAX_EXPANDED_BYTES // max(1, per_head))
     for first in range(0, num_heads if len(tiles) else 0, num_at_once):
         up_HUC = kv_b[first : first + num_at_once]
         kv_SU = latent_SL[:, : kv_b.shape[2]] @ up_HUC.flatten(0, 1).t()
         _attend[(len(tiles), len(up_HUC))](
-            *(q_THK, kv_SU, latent_SL, how.cos, how.sin, tiles, out_THV, how.scale, first),
+            *(q_THK, kv_SU, latent_SL, attn.cos, attn.sin, tiles, out_THV, attn.scale, first),
             *(*q_THK.stride()[:2], kv_SU.stride(0), latent_SL.stride(0), num_heads),
             N=width - num_pe,
             R=num_pe,
             C=kv_b.shape[2],
             V=num_values,
-            IS_INTERLEAVED=how.is_interleaved,
+            IS_INTERLEAVED=attn.is_interleaved,
             BLOCK_M=block_m,
             BLOCK_S=16 if is_exact else 64,
             BLOCK_N=_block(width - num_pe),

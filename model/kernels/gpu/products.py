@@ -17,17 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.base import BLOCK, Blocks, Weights
+from tandem.model.kernels.base import BLOCK, Fp8BlockWeight, Weights
 from tandem.model.kernels.gpu import tiles
 from tandem.model.kernels.gpu.experts import silu_mul, values_of
-from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot, quantised
+from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot, quantise
 from tandem.model.kernels.gpu.pairs import by_slot
 
 TILES_AT_ONCE = tl.constexpr(8)
 """Of rows, all of whose outputs are computed before the next ones."""
 
 
-class Sorted(NamedTuple):
+class SortedPairs(NamedTuple):
     """Rows of a result by their slots, of which each begins at ``starts_S`` [S + 1]. Row p is that
     of pair ``order_P[p]``: of x's row ``tokens_P[pair]``, or pair // ``per_token``. All but one of
     ``num_ranks`` of them are expected elsewhere."""
@@ -40,12 +40,12 @@ class Sorted(NamedTuple):
 
 
 def product(
-    x: Tensor | Blocks,
+    x: Tensor | Fp8BlockWeight,
     w: Weights,
     dtype: torch.dtype,
     num_processors: int,
     num_halves: int = 1,
-    rows: Sorted | None = None,
+    rows: SortedPairs | None = None,
     is_back: bool = False,
 ) -> Tensor:
     """x [N, K], or what ``quantised`` made of it, times w [S, M, K], whose ``num_halves`` (gate and
@@ -58,7 +58,7 @@ def product(
     many = min(num_sorted, num_rows)
     spread = triton.cdiv(num_rows, (num_sorted or 1) * num_ranks), many or 1
     shape, is_cut = (num_halves, half, width), rows is None
-    tile = tiles.of_product(spread, shape, (values, matrices), num_processors, is_cut)
+    tile = tiles.tile_for_product(spread, shape, (values, matrices), num_processors, is_cut)
     num_tiles = triton.cdiv(num_rows, tile.block_m) + many
     num_cut = num_halves * triton.cdiv(half, tile.block_n)
     is_whole = tile.num_parts == 1
@@ -76,8 +76,8 @@ def product(
         F=half,
         K=width,
         PART_K=triton.cdiv(width, tile.num_parts * BLOCK) * BLOCK,
-        HAS_BLOCKS=isinstance(w, Blocks),
-        IS_QUANTISED=isinstance(x, Blocks),
+        HAS_BLOCKS=isinstance(w, Fp8BlockWeight),
+        IS_QUANTISED=isinstance(x, Fp8BlockWeight),
         HAS_TOKENS=tokens is not None,
         IS_BACK=is_back,
         **tile.options("BLOCK_M", "BLOCK_N", "BLOCK_K"),
@@ -93,7 +93,7 @@ def _added(parts_ANM: Tensor, dtype: torch.dtype) -> Tensor:
     return out_NM
 
 
-def experts(
+def fused_experts(
     x_NK: Tensor,
     tokens_P: Tensor | None,
     slots_P: Tensor,
@@ -101,16 +101,16 @@ def experts(
     w2: Weights,
     num_processors: int,
     num_ranks: int = 1,
-    by_powers: bool | None = None,
+    power_of_2_scales: bool | None = None,
 ) -> Tensor:
-    """See Kernels.experts: [P, D]; of rows quantised before each product, ``by_powers`` of two or
-    any, unless it is None."""
+    """See Kernels.experts: [P, D]; of rows quantised before each product, ``power_of_2_scales`` of
+    two or any, unless it is None."""
     order_P, starts_S = by_slot(slots_P, len(values_of(w1)[0]))
-    rows = Sorted(order_P, starts_S, tokens_P, len(slots_P) // len(x_NK), num_ranks)
+    rows = SortedPairs(order_P, starts_S, tokens_P, len(slots_P) // len(x_NK), num_ranks)
     given = x_NK.dtype, num_processors
 
-    def read(x: Tensor) -> Tensor | Blocks:
-        return x if by_powers is None else quantised(x, by_powers)
+    def read(x: Tensor) -> Tensor | Fp8BlockWeight:
+        return x if power_of_2_scales is None else quantise(x, power_of_2_scales)
 
     gate_up = product(read(x_NK), w1, *given, num_halves=2, rows=rows)
     return product(read(silu_mul(gate_up)), w2, *given, rows=rows, is_back=True)

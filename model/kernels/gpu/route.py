@@ -11,16 +11,16 @@ from torch import Tensor
 
 from tandem.model.kernels.base import Routing
 
-FEW_TOKENS = 64
+FEW_TOKENS_MAX = 64
 """Up to so many a gate is too small a product for one that is not split along D."""
-FEWEST_VALUES = 256
+MIN_VALUES = 256
 """Of D in a part: one load of each program, or two where D is long."""
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """What each part of D adds to the logits of few tokens: [S, T, E] fp32."""
     (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
-    width = FEWEST_VALUES * (1 if dim < 16 * FEWEST_VALUES else 2)
+    width = MIN_VALUES * (1 if dim < 16 * MIN_VALUES else 2)
     num_parts, block_t = triton.cdiv(dim, width), 16 if num_tokens <= 16 else 32
     out_STE = torch.empty(num_parts, num_tokens, num_experts, device=x_TD.device)
     _logits[(triton.cdiv(num_experts, 16), triton.cdiv(num_tokens, block_t), num_parts)](
@@ -29,29 +29,29 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
         D=dim,
         WIDTH=width,
         BLOCK_T=block_t,
-        BLOCK_K=32 if x_TD.dtype == torch.float32 else FEWEST_VALUES,
+        BLOCK_K=32 if x_TD.dtype == torch.float32 else MIN_VALUES,
     )
     return out_STE
 
 
-def choose(logits_STE: Tensor, bias_E: Tensor | None, how: Routing) -> tuple[Tensor, Tensor]:
+def choose(logits_STE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
     """Of the sums of logits: expert ids [T, K] int64, best first and lowest id among equals, and
     weights fp32."""
-    num_experts, num_groups, num_kept, num_chosen = how.sizes
+    num_experts, num_groups, num_kept, num_chosen = routing.sizes
     (num_parts, num_tokens, _), per_group = logits_STE.shape, num_experts // num_groups
     ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_STE.device)
     weights_TK = torch.empty_like(ids_TK, dtype=torch.float32)
     _choose[(num_tokens,)](
         *(logits_STE, logits_STE if bias_E is None else bias_E, ids_TK, weights_TK),
-        *(how.filler, how.factor, num_tokens),
+        *(routing.masked_score, routing.factor, num_tokens),
         NUM_PARTS=num_parts,
         E=num_experts,
         G=num_groups,
         NUM_KEPT=num_kept,
         K=num_chosen,
-        SIGMOID=how.sigmoid,
-        BY_TWO=how.by_two and per_group > 1,
-        NORMALISED=how.normalised,
+        SIGMOID=routing.uses_sigmoid,
+        BY_TWO=routing.sums_top_two and per_group > 1,
+        NORMALISED=routing.is_normalised,
         HAS_BIAS=bias_E is not None,
         BLOCK_G=triton.next_power_of_2(num_groups),
         BLOCK_N=triton.next_power_of_2(per_group),

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tandem.model.kernels.gpu.edges import DIGIT, kept, narrow, of_splits, ordered, tile
+from tandem.model.kernels.gpu.edges import DIGIT, is_kept, load_splits, narrow, ordered, tile
 from tandem.model.sampling.sampler import SamplingRows
 
 TILE = 2048
@@ -25,28 +25,28 @@ NUM_WARPS = 8
 def draw(adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
     """Token ids [B, Q] int64, the lowest among equals."""
     launch = _Launch(adjusted_BQV)
-    how, left = launch.narrowed(rows, draws=True)
+    settings, left = launch.find_edges(rows, draws=True)
     best_XS = torch.empty_like(left[0])
-    launch(_score, how, left, rows.seed_B, output_index_BQ.contiguous(), best_XS)
-    return launch.merged(best_XS)
+    launch(_score, settings, left, rows.seed_B, output_index_BQ.contiguous(), best_XS)
+    return launch.merge_splits(best_XS)
 
 
 def filtered_log_probs(logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
     """log p [B, Q, V] of what is left, fp32."""
     launch = _Launch(logits_BQV)
-    how, left = launch.narrowed(rows, draws=False)
+    settings, left = launch.find_edges(rows, draws=False)
     total_XS = torch.empty_like(left[0], dtype=torch.float32)
     out_BQV = logits_BQV.new_empty(logits_BQV.shape, dtype=torch.float32)
-    launch(_weigh, how, left, total_XS)
-    launch(_filter, how, left, total_XS, out_BQV)
+    launch(_weigh, settings, left, total_XS)
+    launch(_filter, settings, left, total_XS, out_BQV)
     return out_BQV
 
 
-def largest(adjusted_XV: Tensor) -> Tensor:
+def argmax_tokens(adjusted_XV: Tensor) -> Tensor:
     """Ids [X] int64 of the largest logits, the lowest among equals, and of NaN where there is no
     number; X any axes."""
     launch = _Launch(adjusted_XV.reshape(1, -1, adjusted_XV.shape[-1]))
-    return launch.merged(launch.tops(None)).view(adjusted_XV.shape[:-1])
+    return launch.merge_splits(launch.top_values(None)).view(adjusted_XV.shape[:-1])
 
 
 class _Launch:
@@ -66,22 +66,22 @@ class _Launch:
         sizes = {"BLOCK": TILE, "SPLITS": self._splits, "num_warps": NUM_WARPS}
         kernel[self._shape](self._logits, *args, **sizes, **more)
 
-    def tops(self, temperature_B: Tensor | None) -> Tensor:
+    def top_values(self, temperature_B: Tensor | None) -> Tensor:
         """The largest of each split [X, S]."""
         top_XS = self._logits[0].new_empty(self._shape, dtype=torch.uint64)
         self(_scan, temperature_B, top_XS)
         return top_XS
 
-    def narrowed(self, rows: SamplingRows, draws: bool) -> tuple[tuple[Tensor, ...], ...]:
+    def find_edges(self, rows: SamplingRows, draws: bool) -> tuple[tuple[Tensor, ...], ...]:
         """``how`` and ``left``, when edges are found."""
-        how = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B
+        settings = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B
         slots, new = (4, *self._shape), self._logits[0].new_empty
-        left = self.tops(how[0]), new(*slots, 2, DIGIT.value), new(*slots[:2], 4)
+        left = self.top_values(settings[0]), new(*slots, 2, DIGIT.value), new(*slots[:2], 4)
         for step in range(16):
-            self(narrow, how, left, step, DRAWS=draws)
-        return how, left
+            self(narrow, settings, left, step, DRAWS=draws)
+        return settings, left
 
-    def merged(self, best_XS: Tensor) -> Tensor:
+    def merge_splits(self, best_XS: Tensor) -> Tensor:
         """The tokens [B, Q] of what is best of all splits."""
         num_places = self._logits[3]
         token_BQ = best_XS.new_empty(len(best_XS) // num_places, num_places, dtype=torch.int64)
@@ -124,13 +124,15 @@ def _scan(logits, temperatures, tops, BLOCK: tl.constexpr, SPLITS: tl.constexpr)
 
 
 @triton.jit
-def _score(logits, how, left, seeds, indices, bests, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+def _score(
+    logits, settings, left, seeds, indices, bests, BLOCK: tl.constexpr, SPLITS: tl.constexpr
+):
     place = tl.program_id(0).to(tl.int64)
     b = place // logits[3]
     # The token with the largest logit, if no other has a score.
-    best = tl.max(of_splits(left[0], 0, SPLITS), 0) & 0xFFFFFFFF
-    if tl.load(how[0] + b) > 0:
-        at_V, kept_V = kept(logits, how, left, BLOCK, SPLITS)
+    best = tl.max(load_splits(left[0], 0, SPLITS), 0) & 0xFFFFFFFF
+    if tl.load(settings[0] + b) > 0:
+        at_V, kept_V = is_kept(logits, settings, left, BLOCK, SPLITS)
         if tl.max(kept_V, 0) > float("-inf"):
             key = _key(tl.load(seeds + b), tl.load(indices + place))
             score_V = kept_V + _gumbel(key, at_V.to(tl.uint32))
@@ -148,15 +150,15 @@ def _merge(bests, tokens, num_splits, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _weigh(logits, how, left, totals, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    _, kept_V = kept(logits, how, left, BLOCK, SPLITS)
+def _weigh(logits, settings, left, totals, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    _, kept_V = is_kept(logits, settings, left, BLOCK, SPLITS)
     to = totals + tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(to, tl.sum(tl.exp(kept_V), 0))
 
 
 @triton.jit
-def _filter(logits, how, left, totals, out, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    at_V, kept_V = kept(logits, how, left, BLOCK, SPLITS)
-    total = tl.sum(of_splits(totals, 0.0, SPLITS), 0)
+def _filter(logits, settings, left, totals, out, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
+    at_V, kept_V = is_kept(logits, settings, left, BLOCK, SPLITS)
+    total = tl.sum(load_splits(totals, 0.0, SPLITS), 0)
     to_V = out + tl.program_id(0).to(tl.int64) * logits[4] + at_V
     tl.store(to_V, kept_V - tl.log(total), mask=at_V < logits[4])

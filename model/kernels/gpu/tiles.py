@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tandem.model.kernels.base import BLOCK
 
-SHORTEST_PART = 1024
+MIN_PART_WIDTH = 1024
 """Of a width that is summed in parts, which takes a launch more."""
-FEWEST_STAGES, MOST_STAGES = 3, 8
+MIN_STAGES, MAX_STAGES = 3, 8
 
 
 class Tile(NamedTuple):
@@ -37,7 +37,7 @@ EXACT = Tile(16, 32, 32, 4, 3)
 """For fp32, which nothing multiplies fast."""
 
 
-def of_product(
+def tile_for_product(
     rows: tuple[int, int],
     shape: tuple[int, int, int],
     x_w: tuple[Tensor, Tensor],
@@ -54,7 +54,7 @@ def of_product(
         return _with_stages(block_m, 128, 64, x_w)
     num_halves, num_out, width = shape
     num_tiles = rows[1] * -(-rows[0] // block_m)
-    most_parts = max(1, width // SHORTEST_PART) if is_cut else 1
+    most_parts = max(1, width // MIN_PART_WIDTH) if is_cut else 1
     for block_n in (128, 64, 32, 16) if block_m >= 64 else (64, 32, 16):
         num_programs = max(1, num_tiles * num_halves * -(-num_out // block_n))
         if num_programs * most_parts >= busy:
@@ -64,7 +64,9 @@ def of_product(
     return _with_stages(block_m, block_n, BLOCK, x_w)._replace(num_parts=-(-num_groups // part))
 
 
-def of_experts(num_pairs: int, x: Tensor, w: Tensor, block_n: int, num_matrices: int = 1) -> Tile:
+def tile_for_experts(
+    num_pairs: int, x: Tensor, w: Tensor, block_n: int, num_matrices: int = 1
+) -> Tile:
     """Of so many pairs of an expert, by as many outputs of each of its matrices."""
     if x.dtype == torch.float32:
         return EXACT
@@ -82,6 +84,6 @@ def _with_stages(
     x, w = x_w
     rows = block_m * x.element_size() + num_matrices * block_n * w.element_size()
     room = (64 if block_m <= 32 else 108) * 1024
-    num_stages = min(MOST_STAGES, max(FEWEST_STAGES, room // (rows * block_k)))
+    num_stages = min(MAX_STAGES, max(MIN_STAGES, room // (rows * block_k)))
     is_large = block_m * block_n * num_matrices * w.element_size() >= 128 * 128
     return Tile(block_m, block_n, block_k, 8 if is_large else 4, num_stages)

@@ -6,9 +6,9 @@ from tandem.core.config import AUTO, RankConfig
 from tandem.core.info import PREFILL
 from tandem.core.placement import Placement
 from tandem.model.checkpoint.config import ModelConfig
+from tandem.model.network.dispatch.all_gather import AllGatherDispatch
+from tandem.model.network.dispatch.all_to_all import AllToAllDispatch
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.model.network.dispatch.exchanged import Exchanged
-from tandem.model.network.dispatch.gathered import Gathered
 
 ALL_TO_ALL = "all_to_all"
 
@@ -23,12 +23,12 @@ def create_dispatch(
     if section.dp_size == 1:
         return Dispatch(config.n_routed_experts)
     device, way = torch.device(section.device), section.dispatch
-    placement = placement or Placement.plain(
+    placement = placement or Placement.in_order(
         config.num_moe_layers,
         config.n_routed_experts,
         section.dp_size,
         section.num_redundant_experts,
     )
     if way == ALL_TO_ALL or (way == AUTO and kind == PREFILL):
-        return Exchanged(placement, rank, device)
-    return Gathered(placement, rank, device, is_static=device.type != "cpu")
+        return AllToAllDispatch(placement, rank, device)
+    return AllGatherDispatch(placement, rank, device, is_static=device.type != "cpu")

@@ -15,7 +15,7 @@ from tandem.core.placement import Placement
 from tandem.model.network.experts import Experts
 
 
-class Peers(Protocol):
+class CollectiveGroup(Protocol):
     """What all ranks of a gang call in the same order (runtime/gang/collectives.py)."""
 
     rank: int
@@ -35,36 +35,36 @@ class Dispatch:
     """Of one rank, for all its MoE layers. Here every expert is its own and nothing travels; ranks
     of a gang override it (spread.py).
 
-    ``pads``: every rank brings equally many tokens. ``counts``: whose rows are computed from now on
-    belong to somebody. ``why_eager`` says why a function that goes through it has to be called in
-    Python each time, if so. ``placement`` is where the experts lie; None if all are here.
+    ``pads_tokens``: every rank brings equally many tokens. ``counts``: whose rows are computed from
+    now on belong to somebody. ``eager_reason`` says why a function that goes through it has to be
+    called in Python each time, if so. ``placement`` is where the experts lie; None if all are here.
     """
 
-    pads = True
-    why_eager = ""
-    counts = True
+    pads_tokens = True
+    eager_reason = ""
+    is_counting = True
     placement: Placement | None = None
 
     def __init__(self, num_experts: int) -> None:
         self._all = tuple(range(num_experts))
 
-    def held(self, layer: int) -> tuple[int, ...]:
+    def local_experts(self, layer: int) -> tuple[int, ...]:
         """The routed experts that this rank holds of a MoE layer, one per slot."""
         return self._all
 
-    def join(self, group: Peers | None) -> None:
+    def set_group(self, group: CollectiveGroup | None) -> None:
         """A life of the gang has begun, whose collectives these are."""
         assert group is None, "there is nobody to join"
 
-    def sent(self) -> list[list[int]]:
+    def num_sent_rows(self) -> list[list[int]]:
         """Real rows that this rank has sent to each expert of each layer; waits for the device."""
         return []
 
-    def computed(self) -> list[int]:
+    def num_computed_rows(self) -> list[int]:
         """Rows that the experts here have computed, by layer; waits for the device."""
         return []
 
-    def run(
+    def run_experts(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
     ) -> Tensor:
         """What each token's experts make of it: [T, K, D], finite where ``real_T`` is False. Where

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from tandem.model.network.tree import Tree
-from tandem.model.sampling.ranking import Ranked
+from tandem.model.sampling.ranking import TopCandidates
 from tandem.model.sampling.sampler import SamplingRows
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRows:
-    """How B rows want their drafts judged: the number of the kind (KIND_NUMBERS), the most drafts
+    """How B rows want their drafts judged: the number of the kind (RULE_NUMBERS), the most drafts
     a row uses, and what its kind allows (Kind.bounds)."""
 
-    kind_B: Tensor
+    rule_B: Tensor
     limit_B: Tensor
     bounds_B2: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     """``tokens_BE[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step, each at the
     node ``path_BE`` of a tree; without one at its own place."""
 
@@ -35,13 +35,13 @@ class Verdict:
     num_accepted_B: Tensor
     path_BE: Tensor | None = None
 
-    def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
+    def where(self, rows_B: Tensor, other: "VerifyResult") -> "VerifyResult":
         """This verdict where ``rows_B`` is True, ``other`` elsewhere."""
         path_BE, rows_B1 = self.path_BE, rows_B.unsqueeze(1)
         if path_BE is not None:
             assert other.path_BE is not None, "all are of one tree"
             path_BE = torch.where(rows_B1, path_BE, other.path_BE)
-        return Verdict(
+        return VerifyResult(
             torch.where(rows_B1, self.tokens_BE, other.tokens_BE),
             torch.where(rows_B, self.num_accepted_B, other.num_accepted_B),
             path_BE,
@@ -63,22 +63,22 @@ class Outcome:
     path_BE: Tensor | None = None
 
     @classmethod
-    def of(cls, verdict: Verdict, finite_BN1: Tensor) -> Self:
+    def of(cls, result: VerifyResult, finite_BN1: Tensor) -> Self:
         """``finite_BN1``: whether the logits of each place, or of each node, are finite."""
-        path_BE, finite_BE = verdict.path_BE, finite_BN1
+        path_BE, finite_BE = result.path_BE, finite_BN1
         if path_BE is not None:
             finite_BE = finite_BN1.gather(1, path_BE)
         num_finite_B = finite_BE.cumprod(1).sum(1)
-        counts_B = verdict.num_accepted_B.add(num_finite_B, alpha=COUNT_BASE)
-        return cls(verdict.tokens_BE, counts_B, path_BE)
+        counts_B = result.num_accepted_B.add(num_finite_B, alpha=COUNT_BASE)
+        return cls(result.tokens_BE, counts_B, path_BE)
 
-    def runs(self, num_rows: int) -> "list[Run]":
+    def row_outputs(self, num_rows: int) -> "list[RowOutput]":
         """Return what each of the first ``num_rows`` rows emits."""
         rows = zip(self.tokens_BE.tolist(), self.counts_B[:num_rows].tolist(), strict=False)
-        return [Run.of(tokens, counts) for tokens, counts in rows]
+        return [RowOutput.of(tokens, counts) for tokens, counts in rows]
 
 
-class Run(NamedTuple):
+class RowOutput(NamedTuple):
     """Tokens that a row emits in a step, ``num_accepted`` of them drafts. Unless ``is_finite`` the
     logits of the token after them are no finite numbers, and the answer cannot go on."""
 
@@ -94,7 +94,7 @@ class Run(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class VerifyInput:
     """One verified step of a whole batch; place i comes after drafts < i, or is node i of ``tree``,
     of which the first ``num_B`` drafts of a row are any (None: all).
 
@@ -120,22 +120,22 @@ class Evidence:
     num_B: Tensor | None = None
 
 
-Picked = tuple[Tensor, Tensor | None]
+SampledDraft = tuple[Tensor, Tensor | None]
 """Draft tokens [B] and the probabilities they were drawn from [B, V], None if a draft is a function
 of its logits."""
-Pick = Callable[[Tensor, SamplingRows, Tensor], Picked]
+DraftSampler = Callable[[Tensor, SamplingRows, Tensor], SampledDraft]
 """Of ``(adjusted draft logits [B, V], sampling, output index [B])``."""
-Ranking = Callable[[Tensor, SamplingRows, Tensor, Tree, int], Ranked]
+CandidateRanker = Callable[[Tensor, SamplingRows, Tensor, Tree, int], TopCandidates]
 """Of ``(adjusted draft logits [B, Q, V], sampling, emitted tokens [B], nodes, ranks)``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class AcceptanceRule:
     """How drafts are picked, for trees ranked, and how they are judged: these belong together. All
     work on all rows of a batch, with static shapes and without waiting for the host. Of what a
     request says (core/request.py: Speculation) it reads two ``bounds``."""
 
-    pick: Pick
-    rank: Ranking
-    judge: Callable[[Evidence], Verdict]
+    sample_draft: DraftSampler
+    top_candidates: CandidateRanker
+    accept_drafts: Callable[[VerifyInput], VerifyResult]
     bounds: tuple[str, str] = ("relaxed_top_n", "relaxed_delta")

@@ -7,49 +7,55 @@ import torch
 from torch import Tensor
 
 from tandem.model.network.tree import on_path
-from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 
 
-def is_target(evidence: Evidence) -> Tensor:
+def is_target(verify_input: VerifyInput) -> Tensor:
     """Whether each draft [B, N] is what the main model chose at the node before it."""
-    if evidence.tree is None:
-        return evidence.drafts_BN == evidence.targets_BN1[:, :-1]
-    return evidence.drafts_BN == evidence.targets_BN1.gather(1, evidence.tree.parent_BQ[:, 1:])
+    if verify_input.tree is None:
+        return verify_input.drafts_BN == verify_input.targets_BN1[:, :-1]
+    return verify_input.drafts_BN == verify_input.targets_BN1.gather(
+        1, verify_input.tree.parent_BQ[:, 1:]
+    )
 
 
-def before_drafts(evidence: Evidence) -> Tensor:
+def before_drafts(verify_input: VerifyInput) -> Tensor:
     """Adjusted logits [B, N, V] of the node before each draft."""
-    if evidence.tree is None:
-        return evidence.adjusted_BN1V[:, :-1]
-    parents_BN1 = evidence.tree.parent_BQ[:, 1:].unsqueeze(2)
-    vocab_size = evidence.adjusted_BN1V.shape[2]
-    return evidence.adjusted_BN1V.gather(1, parents_BN1.expand(-1, -1, vocab_size))
+    if verify_input.tree is None:
+        return verify_input.adjusted_BN1V[:, :-1]
+    parents_BN1 = verify_input.tree.parent_BQ[:, 1:].unsqueeze(2)
+    vocab_size = verify_input.adjusted_BN1V.shape[2]
+    return verify_input.adjusted_BN1V.gather(1, parents_BN1.expand(-1, -1, vocab_size))
 
 
-def told(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor) -> Verdict:
+def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor) -> VerifyResult:
     """Accepted drafts as they are, then the target: of the first rejection, or of the place after
     the last draft."""
-    drafts_BN, targets_BN1 = evidence.drafts_BN, evidence.targets_BN1
-    if evidence.tree is not None:
-        return verdict(evidence, passes_BN, score_BN)
-    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+    drafts_BN, targets_BN1 = verify_input.drafts_BN, verify_input.targets_BN1
+    if verify_input.tree is not None:
+        return deepest_path(verify_input, passes_BN, score_BN)
+    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(verify_input.acceptance.limit_B)
     place_N = torch.arange(drafts_BN.shape[1], device=drafts_BN.device)
     is_draft_BN = place_N < num_accepted_B.unsqueeze(1)
-    told_BN = torch.where(is_draft_BN, drafts_BN, targets_BN1[:, :-1])
-    return Verdict(torch.cat((told_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
+    emitted_BN = torch.where(is_draft_BN, drafts_BN, targets_BN1[:, :-1])
+    return VerifyResult(torch.cat((emitted_BN, targets_BN1[:, -1:]), 1), num_accepted_B)
 
 
-def verdict(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None = None) -> Verdict:
+def deepest_path(
+    verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None = None
+) -> VerifyResult:
     """Of equally deep paths the one of the greatest sum of scores, of these the earliest node's.
     Its drafts are emitted as they are, then the target at its end."""
-    end_B1, depth_B1 = _end(evidence, passes_BN, score_BN)
-    last_B1 = evidence.targets_BN1.gather(1, end_B1)
-    return path_to(evidence, end_B1.squeeze(1), depth_B1.squeeze(1), last_B1.squeeze(1))
+    end_B1, depth_B1 = _deepest_end(verify_input, passes_BN, score_BN)
+    last_B1 = verify_input.targets_BN1.gather(1, end_B1)
+    return path_result(verify_input, end_B1.squeeze(1), depth_B1.squeeze(1), last_B1.squeeze(1))
 
 
-def path_to(evidence: Evidence, end_B: Tensor, depth_B: Tensor, last_B: Tensor) -> Verdict:
+def path_result(
+    verify_input: VerifyInput, end_B: Tensor, depth_B: Tensor, last_B: Tensor
+) -> VerifyResult:
     """Of the drafts down to a node of each row, so deep, and the token behind them."""
-    tree, drafts_BN = evidence.tree, evidence.drafts_BN
+    tree, drafts_BN = verify_input.tree, verify_input.drafts_BN
     assert tree is not None, "a chain has one path"
     node_Q = torch.arange(drafts_BN.shape[1] + 1, device=drafts_BN.device)
     is_on_BQ = (tree.bits_BQ.gather(1, end_B.unsqueeze(1)) >> node_Q) & 1 == 1
@@ -57,20 +63,22 @@ def path_to(evidence: Evidence, end_B: Tensor, depth_B: Tensor, last_B: Tensor) 
     path_BE = torch.zeros_like(end_B.unsqueeze(1)).repeat(1, tree.depth + 2)
     path_BE = path_BE.scatter(1, at_BQ, node_Q.expand_as(at_BQ))[:, :-1]
     next_BE = drafts_BN.gather(1, (path_BE[:, 1:] - 1).clamp(min=0))
-    told_BE = torch.cat((next_BE, next_BE[:, -1:]), 1)
-    told_BE = told_BE.scatter(1, depth_B.unsqueeze(1), last_B.unsqueeze(1))
-    return Verdict(told_BE, depth_B, path_BE)
+    emitted_BE = torch.cat((next_BE, next_BE[:, -1:]), 1)
+    emitted_BE = emitted_BE.scatter(1, depth_B.unsqueeze(1), last_B.unsqueeze(1))
+    return VerifyResult(emitted_BE, depth_B, path_BE)
 
 
-def _end(evidence: Evidence, passes_BN: Tensor, score_BN: Tensor | None) -> tuple[Tensor, Tensor]:
+def _deepest_end(
+    verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """The last node of the path, and its depth: [B, 1] each."""
-    tree, num_nodes = evidence.tree, passes_BN.shape[1]
+    tree, num_nodes = verify_input.tree, passes_BN.shape[1]
     assert tree is not None
     node_N = torch.arange(1, num_nodes + 1, device=passes_BN.device)
-    limit_B1 = evidence.acceptance.limit_B.clamp(max=tree.depth).unsqueeze(1)
+    limit_B1 = verify_input.acceptance.limit_B.clamp(max=tree.depth).unsqueeze(1)
     passes_BN = passes_BN & (tree.depth_BQ[:, 1:] <= limit_B1)
-    if evidence.num_B is not None:
-        passes_BN = passes_BN & (node_N <= evidence.num_B.unsqueeze(1))
+    if verify_input.num_B is not None:
+        passes_BN = passes_BN & (node_N <= verify_input.num_B.unsqueeze(1))
     open_B1 = (passes_BN.long() << node_N).sum(1, keepdim=True) + 1
     depth_BQ = tree.depth_BQ.where(tree.bits_BQ & ~open_B1 == 0, -1)
     depth_B1 = depth_BQ.amax(1, keepdim=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tandem.model.sampling.acceptance.base import Evidence, Verdict
-from tandem.model.sampling.acceptance.paths import path_to
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
+from tandem.model.sampling.acceptance.paths import path_result
 from tandem.model.sampling.sampler import COIN, RESIDUAL, sample, uniform
 
 
@@ -23,58 +23,60 @@ class _Walk:
     tried there, all of them in vain."""
 
     end_B: Tensor
-    rest_BV: Tensor
+    residual_BV: Tensor
     tried_BV: Tensor
 
 
-def judge(evidence: Evidence) -> Verdict:
+def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     """The path that is accepted, and one token more."""
-    tree, rows = evidence.tree, evidence.sampling
+    tree, rows = verify_input.tree, verify_input.sampling
     assert tree is not None, "a chain has one path"
-    p_BQV = rows.sampler.filtered_log_probs(evidence.adjusted_BN1V, rows).exp()
-    end_B = torch.zeros_like(evidence.num_output_B)
+    p_BQV = rows.sampler.filtered_log_probs(verify_input.adjusted_BN1V, rows).exp()
+    end_B = torch.zeros_like(verify_input.num_output_B)
     walk = _Walk(end_B, p_BQV[:, 0], torch.zeros_like(p_BQV[:, 0], dtype=torch.bool))
     for node in range(1, p_BQV.shape[1]):
-        _try(walk, evidence, node, p_BQV[:, node])
+        _try_node(walk, verify_input, node, p_BQV[:, node])
     depth_B = tree.depth_BQ.gather(1, walk.end_B.unsqueeze(1)).squeeze(1)
-    index_B = evidence.num_output_B + depth_B
-    last_B = sample(walk.rest_BV.log(), rows.seed_B, index_B, RESIDUAL)
-    return path_to(evidence, walk.end_B, depth_B, last_B)
+    index_B = verify_input.num_output_B + depth_B
+    last_B = sample(walk.residual_BV.log(), rows.seed_B, index_B, RESIDUAL)
+    return path_result(verify_input, walk.end_B, depth_B, last_B)
 
 
-def _try(walk: _Walk, evidence: Evidence, node: int, p_BV: Tensor) -> None:
+def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -> None:
     """One node, by the rows that have come to its parent. In float64: u * q must not become 0, or
     tokens of probability 0 would pass."""
-    tree, rows = evidence.tree, evidence.sampling
+    tree, rows = verify_input.tree, verify_input.sampling
     assert tree is not None
-    token_B1 = evidence.drafts_BN[:, node - 1 : node]
+    token_B1 = verify_input.drafts_BN[:, node - 1 : node]
     depth_B = tree.depth_BQ[:, node]
     is_tried_B = tree.parent_BQ[:, node] == walk.end_B
-    is_tried_B = is_tried_B & (depth_B <= evidence.acceptance.limit_B.clamp(max=tree.depth))
-    if evidence.num_B is not None:
-        is_tried_B = is_tried_B & (node <= evidence.num_B)
-    q_BV = _drawn_from(evidence, node, token_B1).masked_fill(walk.tried_BV, 0).double()
+    is_tried_B = is_tried_B & (depth_B <= verify_input.acceptance.limit_B.clamp(max=tree.depth))
+    if verify_input.num_B is not None:
+        is_tried_B = is_tried_B & (node <= verify_input.num_B)
+    q_BV = _drawn_from(verify_input, node, token_B1).masked_fill(walk.tried_BV, 0).double()
     total_B1 = q_BV.sum(1, keepdim=True)
     q_BV = q_BV / total_B1.where(total_B1 > 0, 1)
-    q_B, r_B = (x.gather(1, token_B1).squeeze(1) for x in (q_BV, walk.rest_BV.double()))
+    q_B, r_B = (x.gather(1, token_B1).squeeze(1) for x in (q_BV, walk.residual_BV.double()))
     is_tried_B = is_tried_B & (q_B > 0)
-    index_B = evidence.num_output_B + depth_B
+    index_B = verify_input.num_output_B + depth_B
     u_B = uniform(rows.seed_B ^ (node << 32), index_B, COIN)
     passes_B = is_tried_B & (u_B * q_B <= r_B)
     fails_B1 = (is_tried_B & ~passes_B).unsqueeze(1)
-    left_BV = (walk.rest_BV - q_BV).clamp(min=0)
+    left_BV = (walk.residual_BV - q_BV).clamp(min=0)
     left_B1 = left_BV.sum(1, keepdim=True)
-    left_BV = torch.where(left_B1 > 0, left_BV / left_B1, walk.rest_BV.double()).float()
+    left_BV = torch.where(left_B1 > 0, left_BV / left_B1, walk.residual_BV.double()).float()
     at_BV = torch.zeros_like(walk.tried_BV).scatter(1, token_B1, True)
     passes_B1 = passes_B.unsqueeze(1)
-    walk.rest_BV = torch.where(passes_B1, p_BV, torch.where(fails_B1, left_BV, walk.rest_BV))
+    walk.residual_BV = torch.where(
+        passes_B1, p_BV, torch.where(fails_B1, left_BV, walk.residual_BV)
+    )
     walk.tried_BV = ~passes_B1 & (walk.tried_BV | (fails_B1 & at_BV))
     walk.end_B = torch.where(passes_B, node, walk.end_B)
 
 
-def _drawn_from(evidence: Evidence, node: int, token_B1: Tensor) -> Tensor:
+def _drawn_from(verify_input: VerifyInput, node: int, token_B1: Tensor) -> Tensor:
     """q [B, V] of all children of its parent; a draft that nobody drew is sure."""
-    if evidence.q_BNV is not None:
-        return evidence.q_BNV[:, node - 1]
-    p_BV = evidence.adjusted_BN1V[:, 0]
+    if verify_input.q_BNV is not None:
+        return verify_input.q_BNV[:, node - 1]
+    p_BV = verify_input.adjusted_BN1V[:, 0]
     return torch.zeros_like(p_BV).scatter(1, token_B1, 1.0)

@@ -13,25 +13,30 @@ import torch
 from torch import Tensor
 
 from tandem.model.sampling.acceptance import recursive, strict
-from tandem.model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
-from tandem.model.sampling.ranking import drawn, likeliest
+from tandem.model.sampling.acceptance.base import (
+    AcceptanceRule,
+    SampledDraft,
+    VerifyInput,
+    VerifyResult,
+)
+from tandem.model.sampling.ranking import draw_without_replacement, top_by_logits
 from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, sample, uniform
 
 
-def judge(evidence: Evidence) -> Verdict:
+def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     """Accepted drafts, then one token: from the residual norm(max(p - q, 0)) after a rejection,
     from p after the last draft a row may use. Rows of temperature 0 are strict."""
-    greedy, rows = strict.judge(evidence), evidence.sampling
+    greedy, rows = strict.accept_drafts(verify_input), verify_input.sampling
     if rows.all_greedy:
         return greedy
-    if evidence.tree is not None:
-        return recursive.judge(evidence).where(rows.temperature_B > 0, greedy)
-    p_BN1V = rows.sampler.filtered_log_probs(evidence.adjusted_BN1V, rows).exp()
-    num_accepted_B = _num_accepted(evidence, p_BN1V)
-    last_B1 = _last_token(evidence, p_BN1V, num_accepted_B).unsqueeze(1)
-    tokens_BN1 = torch.cat((evidence.drafts_BN, last_B1), 1)
+    if verify_input.tree is not None:
+        return recursive.accept_drafts(verify_input).where(rows.temperature_B > 0, greedy)
+    p_BN1V = rows.sampler.filtered_log_probs(verify_input.adjusted_BN1V, rows).exp()
+    num_accepted_B = _num_accepted(verify_input, p_BN1V)
+    last_B1 = _last_token(verify_input, p_BN1V, num_accepted_B).unsqueeze(1)
+    tokens_BN1 = torch.cat((verify_input.drafts_BN, last_B1), 1)
     tokens_BN1 = tokens_BN1.scatter(1, num_accepted_B.unsqueeze(1), last_B1)
-    return Verdict(tokens_BN1, num_accepted_B).where(rows.temperature_B > 0, greedy)
+    return VerifyResult(tokens_BN1, num_accepted_B).where(rows.temperature_B > 0, greedy)
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
@@ -40,38 +45,38 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     return torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)
 
 
-def _num_accepted(evidence: Evidence, p_BN1V: Tensor) -> Tensor:
+def _num_accepted(verify_input: VerifyInput, p_BN1V: Tensor) -> Tensor:
     """In float64: u * q must not become 0, or tokens of probability 0 would pass."""
-    drafts_BN1 = evidence.drafts_BN.unsqueeze(2)
+    drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
     p_BN = p_BN1V[:, :-1].gather(2, drafts_BN1).squeeze(2).double()
     q_BN = torch.ones_like(p_BN)
-    if evidence.q_BNV is not None:
-        q_BN = evidence.q_BNV.gather(2, drafts_BN1).squeeze(2).double()
+    if verify_input.q_BNV is not None:
+        q_BN = verify_input.q_BNV.gather(2, drafts_BN1).squeeze(2).double()
     place_N = torch.arange(p_BN.shape[1], device=p_BN.device)
-    index_BN = evidence.num_output_B.unsqueeze(1) + place_N
-    u_BN = uniform(evidence.sampling.seed_B.unsqueeze(1), index_BN, COIN)
+    index_BN = verify_input.num_output_B.unsqueeze(1) + place_N
+    u_BN = uniform(verify_input.sampling.seed_B.unsqueeze(1), index_BN, COIN)
     passes_BN = (q_BN > 0) & (u_BN * q_BN <= p_BN)
-    return passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
+    return passes_BN.long().cumprod(1).sum(1).minimum(verify_input.acceptance.limit_B)
 
 
-def _last_token(evidence: Evidence, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
+def _last_token(verify_input: VerifyInput, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
     """The token [B] at the place after the accepted drafts."""
     p_BV = _at(p_BN1V, place_B)
-    num_drafts = evidence.drafts_BN.shape[1]
+    num_drafts = verify_input.drafts_BN.shape[1]
     rest_BV = p_BV
     if num_drafts > 0:
-        was_rejected_B = place_B < evidence.acceptance.limit_B.clamp(max=num_drafts)
-        q_BV = _draft_probs(evidence, p_BV, place_B.clamp(max=num_drafts - 1))
+        was_rejected_B = place_B < verify_input.acceptance.limit_B.clamp(max=num_drafts)
+        q_BV = _draft_probs(verify_input, p_BV, place_B.clamp(max=num_drafts - 1))
         rest_BV = torch.where(was_rejected_B.unsqueeze(1), residual(p_BV, q_BV), p_BV)
-    index_B = evidence.num_output_B + place_B
-    return sample(rest_BV.log(), evidence.sampling.seed_B, index_B, RESIDUAL)
+    index_B = verify_input.num_output_B + place_B
+    return sample(rest_BV.log(), verify_input.sampling.seed_B, index_B, RESIDUAL)
 
 
-def _draft_probs(evidence: Evidence, p_BV: Tensor, place_B: Tensor) -> Tensor:
+def _draft_probs(verify_input: VerifyInput, p_BV: Tensor, place_B: Tensor) -> Tensor:
     """q [B, V] at a place of each row."""
-    if evidence.q_BNV is not None:
-        return _at(evidence.q_BNV, place_B)
-    draft_B1 = evidence.drafts_BN.gather(1, place_B.unsqueeze(1))
+    if verify_input.q_BNV is not None:
+        return _at(verify_input.q_BNV, place_B)
+    draft_B1 = verify_input.drafts_BN.gather(1, place_B.unsqueeze(1))
     return torch.zeros_like(p_BV).scatter(1, draft_B1, 1.0)
 
 
@@ -80,7 +85,9 @@ def _at(x_BNV: Tensor, place_B: Tensor) -> Tensor:
     return x_BNV.gather(1, index_B1V).squeeze(1)
 
 
-def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+def sample_from_q(
+    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
+) -> SampledDraft:
     """Drafts drawn from q, the drafter's distribution after the request's own filters, and q."""
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
@@ -90,11 +97,17 @@ def pick_from_q(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Ten
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 
 
-def pick_best(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+def argmax_draft(
+    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
+) -> SampledDraft:
     """The drafter's likeliest token."""
     return adjusted_BV.argmax(-1), None
 
 
-REJECTION = Kind(pick_from_q, drawn, judge)
-REJECTION_GREEDY = Kind(pick_best, likeliest, lambda evidence: judge(replace(evidence, q_BNV=None)))
+REJECTION = AcceptanceRule(sample_from_q, draw_without_replacement, accept_drafts)
+REJECTION_GREEDY = AcceptanceRule(
+    argmax_draft,
+    top_by_logits,
+    lambda verify_input: accept_drafts(replace(verify_input, q_BNV=None)),
+)
 """The same for drafts that are a function of their logits: q is 1 at the draft."""

@@ -15,33 +15,33 @@ import torch
 from torch import Tensor
 
 from tandem.model.sampling.acceptance import paths
-from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 from tandem.model.sampling.acceptance.strict import STRICT
 from tandem.model.sampling.thinking import thinking_before
 
 
-def judge(score: Callable[[Tensor], Tensor], evidence: Evidence) -> Verdict:
+def accept_drafts(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) -> VerifyResult:
     """Accepted drafts as they are, then the target: of the first rejection, or of the place
     after the last draft. What is likely, the ``score`` of log p(x) says: at least that of the best
     token less delta."""
     thinking_BN = thinking_before(
-        evidence.thinking_B, evidence.drafts_BN, evidence.think_ids, evidence.tree
+        verify_input.thinking_B, verify_input.drafts_BN, verify_input.think_ids, verify_input.tree
     )
-    log_p_BN, is_likely_BN = _likely(score, evidence)
-    passes_BN = paths.is_target(evidence) | (thinking_BN & is_likely_BN)
-    return paths.told(evidence, passes_BN, log_p_BN)
+    log_p_BN, is_likely_BN = _likely(score, verify_input)
+    passes_BN = paths.is_target(verify_input) | (thinking_BN & is_likely_BN)
+    return paths.emit_accepted(verify_input, passes_BN, log_p_BN)
 
 
-def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tensor, Tensor]:
+def _likely(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) -> tuple[Tensor, Tensor]:
     """log p of each draft [B, N], and whether it is among the top-N and within delta of the best.
     Of equally likely tokens the lower id ranks first, as argmax has it; one of probability 0 never
     passes."""
-    drafts_BN1 = evidence.drafts_BN.unsqueeze(2)
-    logits_BNV = paths.before_drafts(evidence)
+    drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
+    logits_BNV = paths.before_drafts(verify_input)
     draft_BN1 = logits_BNV.gather(2, drafts_BN1)
     id_V = torch.arange(logits_BNV.shape[2], device=logits_BNV.device)
     ahead_BNV = (logits_BNV > draft_BN1) | ((logits_BNV == draft_BN1) & (id_V < drafts_BN1))
-    top_n_B1, delta_B1 = evidence.acceptance.bounds_B2.split(1, 1)
+    top_n_B1, delta_B1 = verify_input.acceptance.bounds_B2.split(1, 1)
     is_top_BN = ahead_BNV.sum(2) < top_n_B1
     total_BN = logits_BNV.logsumexp(2)
     log_p_BN = draft_BN1.squeeze(2) - total_BN
@@ -50,5 +50,5 @@ def _likely(score: Callable[[Tensor], Tensor], evidence: Evidence) -> tuple[Tens
     return log_p_BN, is_top_BN & (score(log_p_BN) >= bound_BN) & (log_p_BN.exp() > 0)
 
 
-RELAXED = replace(STRICT, judge=partial(judge, torch.exp))
-RELAXED_LOG_PROBS = replace(STRICT, judge=partial(judge, lambda log_p: log_p))
+RELAXED = replace(STRICT, accept_drafts=partial(accept_drafts, torch.exp))
+RELAXED_LOG_PROBS = replace(STRICT, accept_drafts=partial(accept_drafts, lambda log_p: log_p))

@@ -8,23 +8,30 @@ Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
 from torch import Tensor
 
 from tandem.model.sampling.acceptance import paths
-from tandem.model.sampling.acceptance.base import Evidence, Kind, Picked, Verdict
-from tandem.model.sampling.ranking import chosen_likeliest
+from tandem.model.sampling.acceptance.base import (
+    AcceptanceRule,
+    SampledDraft,
+    VerifyInput,
+    VerifyResult,
+)
+from tandem.model.sampling.ranking import top_by_target_noise
 from tandem.model.sampling.sampler import SamplingRows, draw
 
 
-def judge(evidence: Evidence) -> Verdict:
+def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     """The longest path of drafts equal to the targets, plus one target."""
-    passes_BN = paths.is_target(evidence)
-    if evidence.tree is not None:
-        return paths.verdict(evidence, passes_BN)
-    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(evidence.acceptance.limit_B)
-    return Verdict(evidence.targets_BN1, num_accepted_B)
+    passes_BN = paths.is_target(verify_input)
+    if verify_input.tree is not None:
+        return paths.deepest_path(verify_input, passes_BN)
+    num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(verify_input.acceptance.limit_B)
+    return VerifyResult(verify_input.targets_BN1, num_accepted_B)
 
 
-def pick(adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor) -> Picked:
+def sample_target(
+    adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
+) -> SampledDraft:
     """What the main model would choose from the same logits at the same place."""
     return draw(adjusted_BV, sampling, output_index_B), None
 
 
-STRICT = Kind(pick, chosen_likeliest, judge)
+STRICT = AcceptanceRule(sample_target, top_by_target_noise, accept_drafts)

@@ -11,20 +11,22 @@ from dataclasses import replace
 from torch import Tensor
 
 from tandem.model.sampling.acceptance import paths, strict
-from tandem.model.sampling.acceptance.base import Evidence, Verdict
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 
 _TINY = 1e-5
 """Of the authors' entropy: added to p before its logarithm is taken."""
 
 
-def judge(evidence: Evidence) -> Verdict:
-    if evidence.sampling.all_greedy or not evidence.drafts_BN.shape[1]:
-        return strict.judge(evidence)
-    rows = evidence.sampling
-    p_BNV = rows.sampler.filtered_log_probs(paths.before_drafts(evidence), rows).exp()
-    p_BN = p_BNV.gather(2, evidence.drafts_BN.unsqueeze(2)).squeeze(2)
-    passes_BN = paths.is_target(evidence) | (p_BN > threshold(p_BNV, evidence.acceptance.bounds_B2))
-    return paths.told(evidence, passes_BN, p_BN.log())
+def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
+    if verify_input.sampling.all_greedy or not verify_input.drafts_BN.shape[1]:
+        return strict.accept_drafts(verify_input)
+    rows = verify_input.sampling
+    p_BNV = rows.sampler.filtered_log_probs(paths.before_drafts(verify_input), rows).exp()
+    p_BN = p_BNV.gather(2, verify_input.drafts_BN.unsqueeze(2)).squeeze(2)
+    passes_BN = paths.is_target(verify_input) | (
+        p_BN > threshold(p_BNV, verify_input.acceptance.bounds_B2)
+    )
+    return paths.emit_accepted(verify_input, passes_BN, p_BN.log())
 
 
 def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
@@ -34,4 +36,6 @@ def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
     return epsilon_B1.minimum(alpha_B1 * (-entropy_BN).exp())
 
 
-TYPICAL = replace(strict.STRICT, judge=judge, bounds=("typical_epsilon", "typical_alpha"))
+TYPICAL = replace(
+    strict.STRICT, accept_drafts=accept_drafts, bounds=("typical_epsilon", "typical_alpha")
+)

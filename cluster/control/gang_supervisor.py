@@ -1,0 +1,214 @@
+"""One gang from life to life: begun, watched, ended, begun again. No Ray in it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from tandem.cluster.control.failure import EpochFailure, EpochOver, check_states, has_failed
+from tandem.cluster.control.plan import EpochLaunch, GangPlan, is_complete, placement_group_epoch_of
+from tandem.cluster.control.rank_group import RankGroup
+from tandem.cluster.control.restart_policy import RestartDecision, RestartHistory, decide_restart
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import TandemConfig
+from tandem.core.membership import DOWN, DRAINING, LOST, READY, STARTING, EpochEnd, Gang, RankState
+from tandem.core.placement import Placement
+from tandem.core.tasks import cancel_and_wait
+
+if TYPE_CHECKING:
+    from tandem.cluster.control.machines import RayMachines, RayRank
+
+POLL_S = 1.0
+STARTING_POLL_S = 0.2
+log = logging.getLogger(__name__)
+
+
+class EpochCounter:
+    """Numbers that no two lives of any gang have in common. ``seen`` is (incarnation of the
+    controller, latest epoch): both go on from the largest that any rank has seen, and from the wall
+    clock's milliseconds where none has: a cluster that is started after another one was stopped
+    knows nothing of that one's lives, of which many may have begun within a second."""
+
+    def __init__(self) -> None:
+        self.seen = (0, 0)
+
+    def next_epoch(self) -> int:
+        incarnation, epoch = self.seen
+        self.seen = incarnation, max(epoch + 1, int(time.time() * 1000))
+        return self.seen[1]
+
+
+@dataclass(eq=False)
+class GangSupervisor:
+    """Owns the ``ranks`` of one gang, which ``machines`` begin. ``gang`` is what there is to know;
+    ``on_change`` is called after it has changed. Ranks are to remember what ``epochs`` are told.
+
+    A life ends with any of its ranks. The others keep process and weights and are in the next one,
+    unless they cannot leave this one.
+    """
+
+    plan: GangPlan
+    config: TandemConfig
+    machines: "RayMachines"
+    epochs: EpochCounter
+    on_change: Callable[[], None]
+    placement: Placement | None = None
+    """Of experts, in the lives to come; None is the plain order."""
+    history: RestartHistory = RestartHistory()
+    weights: ClusterWeights = field(default_factory=ClusterWeights)
+    is_draining: bool = field(default=False, init=False)
+    """It gets nothing new until it is stopped."""
+    _poll_now: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: "asyncio.Task[None] | None" = None
+
+    def __post_init__(self) -> None:
+        self.gang = Gang(self.plan.name, self.plan.kind, 0, STARTING)
+        self.ranks = RankGroup(self.plan, self.config.control, weights=self.weights)
+
+    @property
+    def is_supervised(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def start(self, ranks: "Sequence[RayRank]" = (), adopted: Sequence[RankState] = ()) -> None:
+        """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, a new one with
+        those that are left of it, or without. One that is kept already only has its deaths
+        forgotten."""
+        before = self.history
+        self.history = RestartHistory(
+            before.has_served, before.stable_at if self.is_supervised else None
+        )
+        if self.is_supervised:
+            return self._update_gang()
+        self.ranks.handles = {s.spec.rank: rank for s, rank in zip(adopted, ranks, strict=True)}
+        epoch = max((state.spec.epoch for state in adopted), default=self.gang.epoch)
+        for state in adopted:
+            self.weights.record(self.ranks.handles[state.spec.rank], state.weights)
+        if adopted:
+            self.ranks.placement_group_epoch = placement_group_epoch_of(adopted[0].spec)
+        goes_on = not adopted or is_complete(adopted)
+        self._update_gang(epoch=epoch, state=STARTING if goes_on else LOST, failure=None)
+        self._task = asyncio.create_task(self._run(), name=f"keep-{self.plan.name}")
+
+    def report(self, epoch: int, reason: str) -> None:
+        """Somebody finds this life suspicious: look now, and end it if it stays silent."""
+        if epoch == self.gang.epoch:
+            self.ranks.suspicion = reason
+            self._poll_now.set()
+
+    def drain(self) -> None:
+        """It gets nothing new from now on, until it is stopped."""
+        self.is_draining = True
+        if self.gang.state == READY:
+            self._update_gang(state=DRAINING)
+
+    async def stop(self, deadline_s: float) -> None:
+        """Ranks stop by themselves within ``deadline_s`` seconds, then are killed."""
+        if self._task is not None:
+            await cancel_and_wait(self._task)
+        await self.ranks.stop(deadline_s)
+        await self._release_placement_group()
+        self.is_draining = False
+        self._update_gang(state=LOST, members=())
+
+    async def _run(self) -> None:
+        pause_s: float | None = 0.0
+        if self.gang.state == LOST:
+            await self.ranks.leave()
+        while pause_s is not None:
+            await asyncio.sleep(pause_s)
+            try:
+                await self._run_epoch()
+            except EpochOver as over:
+                pause_s = await self._handle_failure(over)
+            except Exception as error:
+                pause_s = await self._handle_failure(EpochOver(error, *self.ranks.handles))
+
+    async def _run_epoch(self) -> None:
+        """One life; returns only by raising what ended it."""
+        missing = self.ranks.missing
+        if missing or self.gang.state == LOST:
+            epoch = self.epochs.next_epoch()
+            if not self.ranks.handles:
+                self.ranks.placement_group_epoch = epoch
+            starts = (f"{self.plan.name}: waiting for room",)
+            self._update_gang(epoch=epoch, state=STARTING, startup_notes=starts, members=())
+            self.ranks.suspicion = ""  # of the life before
+            launch = EpochLaunch(epoch, self.ranks.placement_group_epoch, missing, self.placement)
+            await self.machines.launch_ranks(self.plan, launch, self.config, self.ranks.handles)
+        while True:
+            self._poll_now.clear()
+            states = await self.ranks.poll_states(self.epochs.seen)
+            self._update_gang(startup_notes=self.ranks.startup_notes)
+            if states:
+                if len(states) > 1 and all(state.is_loaded for state in states):
+                    await self.ranks.join(states, self.gang.epoch)
+                self._apply_states(states)
+            pause_s = STARTING_POLL_S if self.gang.state == STARTING else POLL_S
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._poll_now.wait(), pause_s)
+
+    def _apply_states(self, states: Sequence[RankState]) -> None:
+        check_states(states)
+        is_ready = all(state.info is not None for state in states)
+        if is_ready and self.gang.state == STARTING:
+            stable_at = time.monotonic() + self.config.control.failure_reset_s
+            self.history = replace(self.history, has_served=True, stable_at=stable_at)
+        self._update_gang(
+            state=STARTING if not is_ready else DRAINING if self.is_draining else READY,
+            members=tuple(state.info for state in states if state.info is not None),
+        )
+
+    async def _handle_failure(self, over: EpochOver) -> float | None:
+        """Do as the end of this life asks for; returns the pause before the next one."""
+        now = time.monotonic()
+        states, self.ranks.states = self.ranks.states, {}
+        self.ranks.kill(over.lost_ranks)  # what they leave is whole
+        failed = [state for rank, state in states.items() if has_failed(state)]
+        dead = [s for r, s in states.items() if r in over.lost_ranks or s in failed]
+        async with asyncio.TaskGroup() as tasks:
+            reports = asyncio.gather(*map(self.machines.read_crash_report, dead))
+            if failed:
+                await reports  # who leaves forgets its step
+            tasks.create_task(self.ranks.leave())
+            failed_epoch = EpochFailure(
+                over.cause, frozenset(self.ranks.handles), tuple(await reports)
+            )
+            decision = decide_restart(self.history, failed_epoch, now)
+            self._end_epoch(failed_epoch, decision)
+        if not self.ranks.handles:
+            await self._release_placement_group()
+        if decision.pause_s is None:  # not before: from now on it may be started again
+            self._update_gang(state=DOWN, is_given_up=True)
+            return None
+        return max(0.0, decision.pause_s - (time.monotonic() - now))
+
+    def _end_epoch(self, failed_epoch: EpochFailure, decision: RestartDecision) -> None:
+        """Report the end of this life and kill the ranks that the next one does not keep."""
+        self.history, epoch, failure = decision.history, self.gang.epoch, failed_epoch.failure
+        log.error(
+            "%s, epoch %d, %s: %s", self.plan.name, epoch, failed_epoch.category, failure.text
+        )
+        ended = EpochEnd(epoch, failed_epoch.in_flight)
+        num_deaths = self.gang.num_deaths + 1
+        fields = {"failure": failure, "epoch_end": ended, "num_deaths": num_deaths}
+        self._update_gang(state=LOST, members=(), startup_notes=(), **fields)
+        self.ranks.kill(self.ranks.handles.keys() - decision.kept_ranks)
+
+    async def _release_placement_group(self) -> None:
+        try:
+            await self.machines.release_placement_group(self.plan.name)
+        except Exception as error:  # the end of the next life gives this room back too
+            log.error("%s: its room could not be given back: %s", self.plan.name, error)
+
+    def _update_gang(self, **fields: object) -> None:
+        before, is_over = (
+            self.gang,
+            self.history.num_failures >= self.config.control.max_consecutive_failures,
+        )
+        told = {"is_given_up": is_over, **fields}
+        self.gang = replace(before, **told)  # type: ignore[arg-type]
+        if self.gang != before:
+            self.on_change()

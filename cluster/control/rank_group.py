@@ -1,0 +1,234 @@
+"""The processes of a gang's ranks, asked and told as one. No Ray in it."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from tandem.cluster.control.failure import EpochOver, check_states, describe_activity, is_starting
+from tandem.cluster.control.plan import GangPlan
+from tandem.cluster.control.weights import ClusterWeights
+from tandem.core.config import ControlConfig
+from tandem.core.errors import EpochEnded, RankLost
+from tandem.core.membership import ExpertRows, RankState
+
+if TYPE_CHECKING:
+    from tandem.cluster.control.machines import RayRank
+
+LEAVE_TIMEOUT_S = 10.0
+"""Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
+MAX_UNANSWERED = 5
+"""Questions in a row that a rank that is not ready may leave unanswered for
+``control.stall_timeout_s`` each. A process that imports torch on a busy machine may well leave one
+unanswered."""
+Answer = TypeVar("Answer")
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RankGroup:
+    """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
+    missing. Who does not answer within ``control.stall_timeout_s`` is silent, and lost if there is
+    a ``suspicion``; who starts is lost when it has said nothing new for
+    ``control.startup_timeout_s``, or has left MAX_UNANSWERED questions in a row unanswered."""
+
+    plan: GangPlan
+    control: ControlConfig
+    handles: "dict[int, RayRank]" = field(default_factory=dict)
+    states: dict[int, RankState] = field(default_factory=dict)
+    suspicion: str = ""
+    weights: ClusterWeights = field(default_factory=ClusterWeights)
+    """Of all gangs of the cluster."""
+    placement_group_epoch: int = 0
+    """The life for which the room was taken that they are in."""
+    _kill_pending: "list[RayRank]" = field(default_factory=list)
+    _silent: list[int] = field(default_factory=list)
+    _progressed_at: dict[object, float] = field(default_factory=dict)
+    """When a rank said first what it says of its start."""
+    _num_unanswered: dict[int, int] = field(default_factory=dict)
+    """Questions in a row that a rank has not answered, of those that have ever answered one."""
+
+    @property
+    def startup_notes(self) -> tuple[str, ...]:
+        """What each does that is not ready."""
+        known = [(rank, self.states.get(rank)) for rank in sorted(self.handles)]
+        return tuple(
+            self._startup_note(rank) for rank, state in known if not (state and state.info)
+        )
+
+    def _startup_note(self, rank: int) -> str:
+        name = self.plan.name if self.plan.num_ranks == 1 else f"{self.plan.name}.{rank}"
+        silent = ", but it does not answer" if rank in self._silent else ""
+        return f"{name}: {describe_activity(self.states.get(rank))}{silent}"
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.plan.num_ranks) if rank not in self.handles]
+
+    async def poll_states(self, seen: tuple[int, int]) -> Sequence[RankState]:
+        """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
+        EpochOver if one is dead, silent when there is, or has not got on for too long."""
+        suspicion, self.suspicion = self.suspicion, ""
+        self._retry_kills()
+        self._stalled_ranks()
+        silent = self._silent = await self._poll(self.handles, seen)
+        if stalled := self._stalled_ranks():
+            lost = silent or stalled  # others may wait for who is silent, whatever it said last
+            bound = f"{self.control.startup_timeout_s:g} s (control.startup_timeout_s)"
+            raise EpochOver(
+                RankLost(f"{self._startup_note(lost[0])}: no progress for {bound}"), *lost
+            )
+        if unresponsive := self._unresponsive_ranks():
+            questions = f"{MAX_UNANSWERED} questions in a row were unanswered"
+            text = f"{self._startup_note(unresponsive[0])}: {questions}"
+            raise EpochOver(RankLost(text), *unresponsive)
+        if not silent:
+            return [self.states[rank] for rank in range(self.plan.num_ranks)]
+        suspicion = suspicion or self.suspicion
+        if not suspicion:
+            # What the others said is as old as the silence.
+            others = self.handles.keys() - silent
+            others -= set(await self._poll(others, seen))
+            try:
+                check_states([self.states[rank] for rank in others])
+            except EpochOver as over:
+                suspicion = str(over)
+        if suspicion:
+            text = (
+                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s: {suspicion}"
+            )
+            raise EpochOver(RankLost(text), *silent)
+        return ()
+
+    def _stalled_ranks(self) -> list[int]:
+        """Who starts and has said the same for too long, or nothing."""
+        now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
+        said = {r: (r, s and (s.activity, s.progress, s.is_joined)) for r, s in known.items()}
+        since = {r: self._progressed_at.setdefault(said[r], now) for r in said}
+        return [
+            r
+            for r in since
+            if now - since[r] > self.control.startup_timeout_s and is_starting(known[r])
+        ]
+
+    def _unresponsive_ranks(self) -> list[int]:
+        """Return ranks that have answered once and are silent for too long, without those that are
+        ready: gateways report those."""
+        for rank in set(self._silent) & self._num_unanswered.keys():
+            self._num_unanswered[rank] += 1
+        ready = {rank for rank, state in self.states.items() if state.info is not None}
+        return [
+            r for r, num in self._num_unanswered.items() if num >= MAX_UNANSWERED and r not in ready
+        ]
+
+    async def join(self, states: Sequence[RankState], epoch: int) -> None:
+        """Bring the ranks together, unless they are. Some that are and others that are not were
+        left so by an earlier controller."""
+        joined = [state.is_joined for state in states]
+        if all(joined):
+            return
+        if any(joined) or any(s.spec.process_epoch and s.spec.epoch == epoch for s in states):
+            raise EpochOver(EpochEnded("some of its ranks have left this life already"))
+        if len({state.placement for state in states}) > 1:
+            raise EpochOver(RankLost("its ranks differ in where experts lie"), *self.handles)
+        rendezvous = await self._call(self.handles[0].open_rendezvous)
+        if isinstance(rendezvous, Exception):
+            raise EpochOver(rendezvous, 0)
+        joins = []
+        for state in states:
+            born = state.spec.process_epoch or state.spec.epoch
+            spec = replace(
+                state.spec,
+                epoch=epoch,
+                process_epoch=born,
+                placement_group_epoch=self.placement_group_epoch,
+            )
+            joins.append(self._call(self.handles[spec.rank].join, spec, rendezvous))
+        for rank, failed in enumerate(await asyncio.gather(*joins)):
+            if failed is not None:
+                raise EpochOver(failed, rank)
+
+    async def expert_rows(self) -> list[ExpertRows]:
+        """Of all ranks. Raises RankLost if one does not tell."""
+        try:
+            async with asyncio.timeout(self.control.stall_timeout_s):
+                return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
+        except (RankLost, TimeoutError) as error:
+            raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
+
+    async def leave(self) -> None:
+        """All that are left leave this life; who cannot, for whatever reason, is killed."""
+        await asyncio.gather(*map(self._leave_epoch, list(self.handles)))
+
+    async def stop(self, deadline_s: float) -> None:
+        """They stop by themselves, within ``deadline_s`` seconds; then they are killed."""
+        stops = [asyncio.create_task(rank.stop()) for rank in self.handles.values()]
+        if stops:
+            await asyncio.wait(stops, timeout=deadline_s)
+        for stop in stops:
+            stop.cancel()
+        self.kill(self.handles)
+
+    def kill(self, ranks: Iterable[int]) -> None:
+        self._progressed_at.clear()
+        for rank in [rank for rank in ranks if rank in self.handles]:  # one that leaves may be gone
+            self.weights.digest_by_rank.pop(self.handles[rank], None)
+            self._num_unanswered.pop(rank, None)
+            self.states.pop(rank, None)  # who comes in its place has said nothing yet
+            self._kill_pending.append(self.handles.pop(rank))
+        self._retry_kills()
+
+    def _retry_kills(self) -> None:
+        """Whom Ray cannot kill now it is asked to kill again, while the gang is looked after."""
+        pending, self._kill_pending = self._kill_pending, []
+        for rank in pending:
+            try:
+                rank.kill()
+            except Exception as error:
+                log.error("%s cannot be killed: %r", rank.name, error)
+                self._kill_pending.append(rank)
+
+    async def _leave_epoch(self, rank: int) -> None:
+        try:
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await self.handles[rank].leave()
+            if rank in self.handles:  # it may have been killed meanwhile
+                self._num_unanswered[rank] = 0
+        except Exception as error:
+            log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
+            self.kill([rank])
+
+    async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
+        """Note what these say; who of them is silent. Raises EpochOver if one is dead."""
+        polls = {
+            rank: self._call(self.handles[rank].get_state, *seen, self.weights.digest)
+            for rank in ranks
+        }
+        answers = dict(zip(polls, await asyncio.gather(*polls.values()), strict=True))
+        for rank, answer in answers.items():
+            if isinstance(answer, RankLost):
+                raise EpochOver(answer, rank)
+            if isinstance(answer, RankState):
+                if not self.weights.record(self.handles[rank], answer.weights):
+                    # It began to load before a rank had told what the cluster has.
+                    raise EpochOver(
+                        RankLost(
+                            f"{answer.spec.epoch_name}: holds weights {answer.weights}, but its "
+                            f"cluster has {self.weights.digest}"
+                        ),
+                        rank,
+                    )
+                self.states[rank] = answer
+                self._num_unanswered[rank] = 0
+        return [rank for rank in answers if isinstance(answers[rank], TimeoutError)]
+
+    async def _call(
+        self, method: Callable[..., Awaitable[Answer]], *args: Any
+    ) -> Answer | RankLost | TimeoutError:
+        try:
+            async with asyncio.timeout(self.control.stall_timeout_s):
+                return await method(*args)
+        except (RankLost, TimeoutError) as error:
+            return error

@@ -1,0 +1,96 @@
+"""Drafts of a fed drafter, made before a step's program and given to it: what the drafter raises,
+or gives in a wrong shape, costs this rank the drafts of that step, neither rows nor the epoch."""
+
+import logging
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.core.draft_shapes import DraftShape
+from tandem.core.request import REJECTION
+from tandem.decode_node.planning.step_plan import StepKey
+from tandem.decode_node.program.rows import RowTensors
+from tandem.decode_node.program.step import draft
+from tandem.model.drafters.base import Drafts
+from tandem.model.loaded import LoadedModel
+from tandem.model.network.cache import Caches
+from tandem.runtime.engine_loop import is_device_lost
+
+log = logging.getLogger(__name__)
+
+
+class HostDraftRunner:
+    """``num_draftless_steps`` counts the steps that had no drafts of a drafter that should have
+    given some; each is logged whose number is a power of two."""
+
+    def __init__(self, loaded: LoadedModel, caches: Caches) -> None:
+        self._loaded, self._caches = loaded, caches
+        self.num_draftless_steps = 0
+
+    def draft_inputs(self, key: StepKey, level: DraftShape, rows: RowTensors) -> tuple[Tensor, ...]:
+        """Inputs of the program (``unpack_drafts``), of which every row has a number; q where a
+        kind of acceptance asks for that."""
+        drafts = self._drafts(key, level, rows)
+        assert drafts.num_B is not None
+        inputs = [drafts.tokens_BN, drafts.num_B]
+        if drafts.parents_BN is not None:
+            inputs.append(drafts.parents_BN)
+        if REJECTION in key.traits.rule_names and not key.traits.all_greedy:
+            one_hot = partial(F.one_hot, drafts.tokens_BN, self._loaded.config.vocab_size)
+            inputs.append(one_hot().float() if drafts.q_BNV is None else drafts.q_BNV)
+        return (*inputs,)
+
+    def _drafts(self, key: StepKey, level: DraftShape, rows: RowTensors) -> Drafts:
+        none_B = torch.zeros_like(rows.state.num_output_B)
+        none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
+        none = Drafts(none_BN, none_B, None, none_BN if level.parents is None else None)
+        try:
+            if level.num_nodes or key.catch_up:  # it has a part in the step
+                drafts = draft(self._loaded.drafter, self._caches, rows, key, level)
+                return check_drafts(drafts, none, self._loaded.config.vocab_size)
+        except Exception as error:
+            if self._loaded.drafter.uses_collectives or is_device_lost(error):
+                raise
+            self.num_draftless_steps += 1
+            if self.num_draftless_steps.bit_count() == 1:
+                log.exception(
+                    "a step goes on without drafts, the %d. one", self.num_draftless_steps
+                )
+        return none
+
+
+def unpack_drafts(level: DraftShape, inputs: tuple[Tensor, ...]) -> Drafts:
+    """What ``draft_inputs`` gave of a step of that level."""
+    tokens_BN, num_B, *more = inputs
+    parents_BN = more.pop(0) if level.parents is None else None
+    return Drafts(tokens_BN, num_B, more[0] if more else None, parents_BN)
+
+
+def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
+    """Where ``like`` is, every id a token, every parent an earlier node and no row of more drafts
+    than there are. Raises ValueError when something is of another shape."""
+    like_BN, (num_rows, num_drafts) = like.tokens_BN, like.tokens_BN.shape
+    tokens_BN, num_B, q_BNV = drafts.tokens_BN, drafts.num_B, drafts.q_BNV
+    parents_BN = drafts.parents_BN
+    num_B = like_BN.new_full((num_rows,), num_drafts) if num_B is None else num_B
+    tensors = (tokens_BN, num_B, q_BNV, parents_BN)
+    shapes = [None if one is None else tuple(one.shape) for one in tensors]
+    expected_shapes = [
+        (num_rows, num_drafts),
+        (num_rows,),
+        None if q_BNV is None else (num_rows, num_drafts, vocab_size),
+        None if like.parents_BN is None else (num_rows, num_drafts),
+    ]
+    if shapes != expected_shapes:
+        raise ValueError(f"drafts have the shapes {shapes} where {expected_shapes} are taken")
+    if parents_BN is not None:
+        latest_N = torch.arange(num_drafts, device=like_BN.device)
+        parents_BN = parents_BN.to(like_BN).clamp(min=0).minimum(latest_N)
+    return Drafts(
+        tokens_BN.to(like_BN).clamp(0, vocab_size - 1),
+        num_B.to(like_BN).clamp(0, num_drafts),
+        None if q_BNV is None else q_BNV.to(like_BN.device).float(),
+        parents_BN,
+    )

@@ -1,0 +1,62 @@
+"""P's ends of channels: at most one per decode rank, whichever life of it asked last."""
+
+from functools import partial
+
+from tandem.core.errors import HandoverError
+from tandem.core.tasks import run_in_thread
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.endpoint import TransferEndpoint
+from tandem.kv_transfer.managed_channel import ManagedChannel
+from tandem.kv_transfer.messages import Connect
+from tandem.kv_transfer.waiting import open_with_deadline
+
+
+class AcceptedChannels:
+    """Owned by one asyncio loop."""
+
+    def __init__(self, endpoint: TransferEndpoint) -> None:
+        self._endpoint = endpoint
+        self._accepted: dict[str, tuple[Connect, ManagedChannel]] = {}
+        """By nonce, with what asked for it."""
+
+    def __len__(self) -> int:
+        return sum(managed.is_usable for _, managed in self._accepted.values())
+
+    async def accept(self, hello: Connect) -> str:
+        """Begin to build P's end, dropping what the peer had before. Returns the address for D.
+
+        Raises HandoverError when a later life of the peer has been here.
+        """
+        channel_factory = self._endpoint.channel_factory
+        address = await run_in_thread(channel_factory.listen)
+        for old in [old for old, _ in self._accepted.values() if old.peer == hello.peer]:
+            if old.epoch > hello.epoch:
+                raise HandoverError(f"{hello.peer}: epoch {hello.epoch} after {old.epoch}")
+            self.drop(old.nonce, "another is asked for")
+        make = partial(channel_factory.accept, hello.nonce, hello.peer)
+        managed = ManagedChannel(
+            hello.nonce, self._endpoint.tasks, open_with_deadline(make, channel_factory.timeout_s)
+        )
+        self._accepted[hello.nonce] = hello, managed
+        return address
+
+    async def get(self, nonce: str) -> Channel:
+        """The channel, once built. Raises HandoverError if there is none or it failed."""
+        if nonce not in self._accepted:
+            raise HandoverError(f"no channel {nonce!r} is open here")
+        return await self._accepted[nonce][1].channel()
+
+    def drop(self, nonce: str, reason: str) -> None:
+        """End a channel; one that is still being built ends when it is."""
+        if nonce in self._accepted:
+            self._accepted.pop(nonce)[1].drop(reason)
+
+    def sweep(self, idle_s: float) -> None:
+        """Drop what was not used for ``idle_s``: its peer is dead, or needs it no more."""
+        for nonce, (_, managed) in list(self._accepted.items()):
+            if managed.is_idle(idle_s):
+                self.drop(nonce, f"not used for {idle_s} s")
+
+    def drop_all(self) -> None:
+        for nonce in list(self._accepted):
+            self.drop(nonce, "closed")

@@ -1,0 +1,160 @@
+"""D's ends of channels: one link per life of a prefill rank, rebuilt after any failure."""
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tandem.core.control import Control, Empty, call_rank
+from tandem.core.errors import HandoverError, RankLost, SequenceEnded, StalePages, TandemError
+from tandem.core.identity import Identity
+from tandem.kv_transfer.base import Channel
+from tandem.kv_transfer.caches import Span, staging_view
+from tandem.kv_transfer.endpoint import TransferEndpoint
+from tandem.kv_transfer.managed_channel import ManagedChannel
+from tandem.kv_transfer.messages import CloseChannel, Connect, ConnectReply, Send, SendReply
+from tandem.kv_transfer.staging import Buffer
+from tandem.kv_transfer.waiting import open_with_deadline, wait_for_transfer
+
+log = logging.getLogger(__name__)
+MAX_CHUNKS_PER_LINK = 3
+"""Of a link: P reads one chunk while another is on the wire, and one is asked for."""
+
+
+@dataclass(eq=False)
+class PeerLink:
+    """The way to one (owner, epoch), by which all bytes come: who brings a chunk waits for its
+    `place` and then has to `move`. At most MAX_CHUNKS_PER_LINK of its chunks are on their way, so a
+    stopped peer holds no more staging than that.
+
+    ``me`` is this rank as P knows it, its seat and epoch.
+    """
+
+    local_rank: tuple[str, int]
+    owner: str
+    epoch: int
+    control: Control
+    endpoint: TransferEndpoint
+    num_transferring: int = 0
+    _slots: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(MAX_CHUNKS_PER_LINK)
+    )
+    _managed: ManagedChannel | None = None
+
+    def __post_init__(self) -> None:
+        self.lease_s = self.endpoint.config.lease_s
+
+    async def ensure_channel(self) -> tuple[ManagedChannel, Channel]:
+        """A line with its channel, warm and usable, built anew where there is none. Who finds that
+        it fails drops it, which has P end its side: that is what stops a receive.
+
+        Raises LayoutMismatch, RankLost (another epoch, no answer) or HandoverError.
+        """
+        managed = self._managed
+        if managed is None or not managed.is_usable:
+            nonce = secrets.token_hex(16)
+            close_remote = partial(self._close_remote, nonce)
+            managed = self._managed = ManagedChannel(
+                nonce, self.endpoint.tasks, self._connect(nonce), close_remote
+            )
+        return managed, await managed.channel()
+
+    @property
+    def has_channel(self) -> bool:
+        """A usable channel, or one that is being built."""
+        return self._managed is not None and self._managed.is_usable
+
+    def drop_if_idle(self, idle_s: float) -> None:
+        """End a channel that nobody has used for ``idle_s``."""
+        if (
+            self._managed is not None
+            and self._managed.is_idle(idle_s)
+            and not self.num_transferring
+        ):
+            self.drop(f"not used for {idle_s} s")
+
+    def drop(self, reason: str) -> None:
+        """End whatever channel there is; the next `ready` builds another."""
+        if self._managed is not None:
+            self._managed.drop(reason)
+        self._managed = None
+
+    async def reserve_slot(self) -> Buffer:
+        """Wait for a channel and for staging to `move` a chunk into, which gives the place up."""
+        await self._slots.acquire()
+        self.num_transferring += 1
+        try:
+            await self.ensure_channel()
+            return await self.endpoint.staging.reserve(self.endpoint.deadlines.staging_s)
+        except BaseException:
+            self._release_slot()
+            raise
+
+    async def transfer_chunk(self, identity: Identity, span: Span, buffer: Buffer) -> SendReply:
+        """Bring a chunk from P's pages into staging. Must run to its end; where it raises the
+        buffer is given back, as soon as nothing can write there.
+
+        Raises SequenceEnded or StalePages where P has nothing to send; anything else ends the
+        channel.
+        """
+        data, staging, channel = staging_view(span, buffer).flatten(), self.endpoint.staging, None
+        try:
+            managed, channel = await self.ensure_channel()
+            where = span.group.name, span.lo, span.hi
+            message = Send(identity, *where, managed.nonce, channel.requested_chunks[-1] + 1)
+            channel.requested_chunks.append(message.number)
+            reply: SendReply = await self.call("send", message, SendReply, channel.timeout_s)
+            if (reply.transfer_id, reply.num_bytes) != (channel.num_transfers, data.nbytes):
+                raise HandoverError(f"asked for {message} of {data.nbytes} B, got {reply}")
+            await wait_for_transfer(channel.recv(data).done, channel)
+            return reply
+        except BaseException as error:
+            if channel is None or isinstance(error, (SequenceEnded, StalePages)):
+                staging.free(buffer)
+            else:
+                channel.abort(f"a chunk of {identity} failed: {error}")
+                managed.drop("it failed")
+                staging.quarantine(buffer, channel.terminal)
+            raise
+        finally:
+            self._release_slot()
+
+    def _release_slot(self) -> None:
+        self.num_transferring -= 1
+        self._slots.release()
+
+    async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
+        """One control call to this owner; may take ``wait_s`` plus the usual deadline.
+
+        Raises RankLost or HandoverError, whatever went wrong there.
+        """
+        try:
+            return await call_rank(
+                self.control, method, message, reply, wait_s + self.endpoint.deadlines.call_s
+            )
+        except (RankLost, HandoverError):
+            raise
+        except (TandemError, ValueError, OSError) as error:
+            raise HandoverError(f"{self.owner}: {method}: {error}") from error
+
+    async def _connect(self, nonce: str) -> Channel:
+        channel_factory, layout = self.endpoint.channel_factory, self.endpoint.caches.layout
+        hello = Connect(
+            *self.local_rank, nonce, channel_factory.backend, layout.compatibility_facts()
+        )
+        address: ConnectReply = await self.call("connect", hello, ConnectReply)
+        self.lease_s = address.lease_s
+        make = partial(channel_factory.connect, address.address, nonce, self.owner)
+        try:
+            return await open_with_deadline(make, channel_factory.timeout_s)
+        except BaseException:
+            self.endpoint.tasks.start(self._close_remote(nonce))
+            raise
+
+    async def _close_remote(self, nonce: str) -> None:
+        try:
+            await self.call("close_channel", CloseChannel(nonce), Empty)
+        except TandemError as error:
+            log.info("%s was not told to hang up: %s", self.owner, error)

@@ -1,0 +1,59 @@
+"""Triton's kernels, and what libraries have instead of some: attention of many pairs by FlashMLA,
+and products of many quantised rows with FP8 matrices by cuBLAS (model.kernels=vendor).
+
+Shape legend: X rows, K their width, M outputs, G groups of 128 values.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.model.kernels.base import BLOCK, AttentionMetadata, Fp8BlockWeight
+from tandem.model.kernels.gpu.flashmla import FlashMla
+from tandem.model.kernels.gpu.fp8 import quantise
+from tandem.model.kernels.gpu.kernels import TritonKernels
+
+MIN_CUBLAS_ROWS = 1024
+"""Of products by cuBLAS, which is as fast as any from there on (vLLM's pull request 49932)."""
+
+
+class VendorKernels(TritonKernels):
+    """``attention`` is FlashMLA's operator."""
+
+    name = "vendor"
+
+    def __init__(self, attention: Any, *given: Any) -> None:
+        super().__init__(*given)
+        self._flash = FlashMla(attention)
+
+    def _attend(
+        self,
+        nope_HXN: Tensor,
+        up_HNC: Tensor,
+        pe_XHR: Tensor,
+        attn: AttentionMetadata,
+        lens_BQ: Tensor,
+    ) -> Tensor:
+        fits = self._flash.fits(len(nope_HXN), attn, lens_BQ)
+        attend = self._flash.attend if fits else super()._attend
+        return attend(nope_HXN, up_HNC, pe_XHR, attn, lens_BQ)
+
+    def _product(
+        self, x_XK: Tensor, w: Fp8BlockWeight, num_parts: int, dtype: torch.dtype
+    ) -> Tensor:
+        (num_rows, width), half = x_XK.shape, w.values.shape[1] // num_parts
+        is_even = num_rows % 4 == width % (4 * BLOCK) == half % BLOCK == 0
+        is_many = num_rows >= MIN_CUBLAS_ROWS and dtype == torch.bfloat16
+        if not (self._quantises and is_many and is_even):
+            return super()._product(x_XK, w, num_parts, dtype)
+        return by_cublas(quantise(x_XK, self._power_of_2_scales), w)
+
+
+def by_cublas(x: Fp8BlockWeight, w: Fp8BlockWeight) -> Tensor:
+    """x that was quantised times one matrix: [X, M] bf16. Factors of x lie with rows side by side,
+    those of w with groups, by fours both (pytorch's pull request 166752)."""
+    scales_XG, of = x.scales.t().contiguous().t(), F.ScalingType
+    given = x.values, w.values[0].t(), scales_XG, of.BlockWise1x128, w.scales[0].t()
+    return F.scaled_mm(*given, of.BlockWise128x128, output_dtype=torch.bfloat16)

@@ -1,0 +1,55 @@
+"""All tokens go to all ranks; outputs go back to their owners.
+
+Two collectives a layer. With few ranks a token's experts lie on most of them anyway; and every rank
+knows by then what everyone sent, so nothing has to be counted first.
+Shape legend: T tokens of each rank, N = R * T, K experts per token, D hidden, R ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from tandem.core.placement import Placement
+from tandem.model.network.dispatch.expert_parallel import (
+    ExpertParallelDispatch,
+    pack_payload,
+    unpack_payload,
+)
+from tandem.model.network.experts import Experts
+
+
+class AllGatherDispatch(ExpertParallelDispatch):
+    """``is_static``: what goes back is padded to K outputs for each token of each rank, so that no
+    shape depends on the routing and nothing waits for the host (CUDA graphs). Else only what was
+    computed goes back."""
+
+    def __init__(
+        self, placement: Placement, rank: int, device: torch.device, is_static: bool
+    ) -> None:
+        super().__init__(placement, rank, device)
+        self._is_static = is_static
+        if is_static:
+            self.eager_reason = ""
+
+    def run_experts(
+        self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
+    ) -> Tensor:
+        slots_TK = self.slots(layer, ids_TK, real_T)
+        payload_NB = self.group.all_gather(pack_payload(x_TD, slots_TK)).flatten(0, 1)
+        if self._is_static:
+            return self._static(layer, experts, payload_NB, x_TD, slots_TK)
+        num_from_R = [len(x_TD)] * self.group.num_ranks
+        return self.compute_and_return(layer, experts, payload_NB, num_from_R, x_TD, slots_TK)
+
+    def _static(
+        self, layer: int, experts: Experts, payload_NB: Tensor, x_TD: Tensor, slots_TK: Tensor
+    ) -> Tensor:
+        num_tokens, num_per_token = slots_TK.shape
+        x_ND, slots_NK = unpack_payload(payload_NB, x_TD, num_per_token)
+        slots_P = self.local_slots(layer, slots_NK).flatten()
+        out_PD = experts(x_ND, None, slots_P, self.group.num_ranks)
+        back = self.group.all_to_all(out_PD).view(-1, num_tokens * num_per_token, x_TD.shape[1])
+        owner_Q = (slots_TK // self.num_slots).flatten()
+        out_QD = back[owner_Q.clamp(min=0), torch.arange(len(owner_Q), device=x_TD.device)]
+        # What nobody computed is whatever was in memory.
+        out_QD = out_QD.where((owner_Q >= 0).unsqueeze(1), 0)
+        return out_QD.view(*slots_TK.shape, x_TD.shape[1])

@@ -1,0 +1,197 @@
+"""A rank's end of its gang: proposes, is told the plan, learns of the end of the epoch."""
+
+import math
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from tandem.core.errors import EpochEnded, ProgramFailed
+from tandem.core.membership import RankSpec, Rendezvous
+from tandem.core.schema import pack, unpack
+from tandem.net.framing import FrameDecoder, encode_frame, read_frames, shutdown_socket
+from tandem.net.groups import store_client
+from tandem.runtime.gang.collectives import CONNECT_S, Collectives, connect
+from tandem.runtime.gang.planner_messages import (
+    MAX_PLAN_MESSAGE_BYTES,
+    PlanMessage,
+    ProposalMessage,
+    send,
+)
+from tandem.runtime.gang.planner_server import RANK_GREETING, PlannerServer
+from tandem.runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
+from tandem.runtime.stall_detector import StallDetector
+
+DATA_FACTOR = 3
+"""A rank waits this many times the watchdog's bound for the others: who is late is ended before."""
+TICK_S = 0.5
+"""Between two looks whether the device is late."""
+
+
+class GangLockstep(Lockstep):
+    """The lockstep of one rank in one epoch: a Planner whose plans come from rank 0.
+
+    Made by meeting the other ranks: blocks for as long as they take to come, at most twice
+    CONNECT_S, and raises EpochEnded when they do not. ``hub`` is rank 0's, ``watch`` that of this
+    rank's engine thread: how long it waits for the others in the next step follows from it.
+
+    ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
+    Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
+    rank sees as the end of the epoch.
+    """
+
+    collectives: Collectives
+
+    def __init__(
+        self,
+        spec: RankSpec,
+        rendezvous: Rendezvous,
+        planner_server: PlannerServer | None,
+        device: torch.device,
+        stall_detector: StallDetector,
+    ) -> None:
+        store = partial(store_client, rendezvous.host, rendezvous.store_port, CONNECT_S)
+        self.collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
+        stall_detector.position = lambda: self.collectives.position
+        self._name, self._planner_server = spec.epoch_name, planner_server
+        self._stall_detector, self._clock = stall_detector, stall_detector.clock
+        self._due_at = math.inf
+        self._connection = _connect(rendezvous, spec.rank)
+        self._key_type: Any = None
+        self._on_step_requested: Callable[[], None] = lambda: None
+        self._changed = threading.Condition()
+        self._next_step = 1
+        self._requested_step = 0
+        self._plans: dict[int, PlanMessage] = {}
+        self._end_reason = ""
+        self._reader = threading.Thread(target=self._read, name="lockstep", daemon=True)
+
+    def planner(
+        self,
+        decide: Decide[Proposal, Key],
+        schema: tuple[type[Proposal], type[Key]],
+        on_step_requested: Callable[[], None],
+    ) -> "GangLockstep":
+        """Begin; see Lockstep."""
+        self._on_step_requested, self._key_type = on_step_requested, schema[1]
+        if self._planner_server is not None:
+            self._planner_server.start_planning(decide, schema[0])
+        self._reader.start()
+        return self
+
+    @property
+    def is_step_requested(self) -> bool:
+        """A step is wanted by others, or the epoch is over, which the next plan tells."""
+        return self._requested_step >= self._next_step or bool(self._end_reason)
+
+    def plan(self, proposal: Any) -> Plan[Any]:
+        """Raises EpochEnded when it is over, or when no plan comes."""
+        step = self._next_step
+        timeout_s = self._timeout_s()
+        self.collectives.start_step(step, timeout_s)
+        self._send(ProposalMessage(step, pack(proposal)))
+        with self._changed:
+            has_plan_or_end = self._changed.wait_for(
+                lambda: step in self._plans or self._end_reason, timeout_s
+            )
+            if step not in self._plans:
+                late = f"no plan within {timeout_s:g} s"
+                raise EpochEnded(
+                    f"{self._name}, step {step}: {self._end_reason if has_plan_or_end else late}"
+                )
+            key = self._plans.pop(step).key
+        self._next_step = step + 1
+        return Plan(step, None if key is None else unpack(self._key_type, key))
+
+    @contextmanager
+    def collective_section(self) -> Iterator[None]:
+        """What all ranks compute together: an error in it ends the epoch."""
+        try:
+            yield
+        except EpochEnded:
+            raise
+        except Exception as error:
+            raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
+
+    @contextmanager
+    def waiting_for_device(self) -> Iterator[None]:
+        """A device's collectives know no timeout: here they are aborted after one."""
+        self._due_at = self._clock() + self._timeout_s()
+        try:
+            yield
+        except RuntimeError as error:
+            if self.collectives.is_aborted:
+                raise EpochEnded(f"{self._name}: {self._end_reason}") from error
+            raise
+        finally:
+            self._due_at = math.inf
+        if self.collectives.is_aborted:
+            raise EpochEnded(f"{self._name}: {self._end_reason}")
+
+    def close(self) -> None:
+        """On the engine thread, or when it has ended."""
+        shutdown_socket(self._connection)
+        if self._reader.ident is None:
+            self._connection.close()
+        if self._planner_server is not None:
+            self._planner_server.close()
+        self.collectives.close()
+
+    def _timeout_s(self) -> float:
+        return DATA_FACTOR * self._stall_detector.stall_threshold_s
+
+    def _send(self, message: ProposalMessage) -> None:
+        try:
+            send(self._connection, message)
+        except OSError as error:
+            raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
+
+    def _read(self) -> None:
+        """Until the epoch is over."""
+        decoder = FrameDecoder(MAX_PLAN_MESSAGE_BYTES)
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                while self._clock() < self._due_at:
+                    if selector.select(TICK_S):
+                        for frame in read_frames(self._connection, decoder):
+                            self._on_message(unpack(PlanMessage, frame))
+            self._end_epoch(f"{self.collectives.position} has not ended in time")
+        except (OSError, ValueError) as error:
+            self._end_epoch(f"the planner has gone: {error}")
+        finally:
+            self._connection.close()
+
+    def _on_message(self, plan_message: PlanMessage) -> None:
+        with self._changed:
+            if plan_message.is_poll:
+                self._requested_step = plan_message.step
+            else:
+                self._plans[plan_message.step] = plan_message
+            self._changed.notify_all()
+        if plan_message.is_poll:
+            self._on_step_requested()
+
+    def _end_epoch(self, reason: str) -> None:
+        with self._changed:
+            self._end_reason = reason
+            self._changed.notify_all()
+        # First, for an abort returns when no graph holds its collectives any more.
+        self._on_step_requested()
+        self.collectives.abort()
+
+
+def _connect(rendezvous: Rendezvous, rank: int) -> socket.socket:
+    try:
+        connection = socket.create_connection((rendezvous.host, rendezvous.port), CONNECT_S)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(encode_frame(rendezvous.token + RANK_GREETING.pack(rank)))
+    except OSError as error:
+        raise EpochEnded(f"rank {rank} cannot reach the planner: {error}") from error
+    return connection

@@ -1,0 +1,77 @@
+"""Measures the turns of an engine thread, so that others can tell slow from stuck."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tandem.core.progress import EngineProgress, LockstepPosition, compute_stall_threshold_s
+
+MAX_MEASURE_GAP_S = 1.5
+"""Who asks for the pace does so every second. More between two questions means that the whole
+process stood still, which is no fault of the turn."""
+NUM_RECENT_TURNS = 256
+
+
+class StallDetector:
+    """``follow``, ``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other
+    thread. A turn does not age while its thread waits for a CPU or the ``clock`` stands still: what
+    starves is not stuck."""
+
+    def __init__(self, min_threshold_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._min_threshold_s = min_threshold_s
+        self.clock = clock
+        self._starved_s: Callable[[], float] = lambda: 0.0
+        self._starved_before_s = 0.0
+        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_TURNS)
+        self._num_turns = 0
+        self._turn_started_at: float | None = None
+        self._measured_at = clock()
+        self._last_measured = (-1, 0.0)
+        """The turn that was under way when the pace was asked last, and its age."""
+        self.position: Callable[[], LockstepPosition] = LockstepPosition
+
+    def attach_to_thread(self, starved_s: Callable[[], float] | None = None) -> None:
+        """This thread is the one; ``starved_s`` tells how long it has waited for a CPU so far."""
+        thread_id = threading.get_native_id()
+        self._starved_s = starved_s or (lambda: read_cpu_wait_s(thread_id))
+        self._starved_before_s = self._starved_s()
+
+    def start_turn(self) -> None:
+        self._turn_started_at = self.clock()
+
+    def end_turn(self) -> None:
+        assert self._turn_started_at is not None, "no turn has begun"
+        turn, age_s = self._last_measured
+        unseen_s = MAX_MEASURE_GAP_S + (age_s if turn == self._num_turns else 0.0)
+        self._recent_s.append(min(self.clock() - self._turn_started_at, unseen_s))
+        self._turn_started_at = None
+        self._num_turns += 1
+
+    def measure_progress(self) -> EngineProgress:
+        now, began_at, turn = self.clock(), self._turn_started_at, self._num_turns
+        starved_s = self._starved_s()
+        gap_s = min(now - self._measured_at, MAX_MEASURE_GAP_S) - (
+            starved_s - self._starved_before_s
+        )
+        self._measured_at, self._starved_before_s = now, starved_s
+        age_s = 0.0
+        if began_at is not None:
+            before_s = self._last_measured[1] if self._last_measured[0] == turn else 0.0
+            age_s = min(before_s + max(0.0, gap_s), now - began_at)
+            self._last_measured = (turn, age_s)
+        return EngineProgress(turn, age_s, self.stall_threshold_s, self.position())
+
+    @property
+    def stall_threshold_s(self) -> float:
+        """The age from which on a turn is stuck; any thread."""
+        return compute_stall_threshold_s(tuple(self._recent_s), self._min_threshold_s)
+
+
+def read_cpu_wait_s(thread_id: int) -> float:
+    """How long a thread of this process was ready to run and did not, 0 where no kernel tells."""
+    try:
+        with open(f"/proc/self/task/{thread_id}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
