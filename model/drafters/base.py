@@ -1,7 +1,8 @@
-"""The drafter seam: how any method proposes tokens for verification.
+"""The interface of drafters: how a drafting method proposes tokens for verification.
 
-Shape legend: B rows, N drafts this step, E places that a row may emit, F features, D hidden,
-P pages of a row's table, V vocabulary; in prefill T packed tokens, G segments.
+Shape legend: B rows, N drafts this step, M drafts so far, Q tree nodes, E tokens that a row may
+emit. F features, D hidden, P pages of a row's table, V vocabulary. In prefill: T packed tokens, G
+segments, K tokens after a segment.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,22 +21,31 @@ from tandem.model.network.tree import Tree
 from tandem.model.sampling.ranking import TopCandidates
 
 UNKNOWN_TOKEN = -1
-"""Stands for the token after a segment that is not known yet."""
+"""Placeholder for a token after a segment that does not exist yet."""
 DrafterState = Any
-"""Rows of a drafter: a dataclass of tensors whose first axis is the row, or None."""
+"""State that a drafter keeps per row: a dataclass of tensors whose first axis is the row, or
+None."""
 DrafterTable = Any
-"""What a drafter keeps of all rows besides, and changes in place; or None."""
+"""State that a drafter shares between rows and updates in place, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftContext:
-    """What any drafter may know of B rows. ``num_known_B`` is L, prompt plus emitted tokens, of
-    which ``last_B1`` is the last. ``real_B`` is False for rows that only fill the batch up.
-    ``rows_B`` are their places in the drafter's ``memory``. ``pick(logits_BV, drafts_BN)`` chooses
-    the draft after ``drafts_BN`` as its request samples, and tells the probabilities [B, V] it was
-    drawn from if its request's acceptance needs them; ``rank(logits_BQV, drafts_BM, nodes,
-    num_candidates)`` what may follow nodes of a tree, whose bits are of the last known token and
-    ``drafts_BM``.
+    """Everything a drafter may read about the B rows of a step.
+
+    Attributes:
+        last_B1: Last known token of each row.
+        num_known_B: Number of known tokens per row (prompt plus emitted), L in the formulas.
+        page_table_BP: Pages of each row, for the drafter's own caches.
+        real_B: False for padding rows.
+        rows_B: Index of each row in ``table``.
+        table: The drafter's cross-row table (``Drafter.create_table``), or None.
+        sample_draft: ``(logits_BV, drafts_BN) -> (tokens_B, q_BV | None)``. Samples the draft that
+            follows ``drafts_BN`` by each request's own settings. Also returns the distribution q
+            that it sampled from, if an acceptance rule of the batch needs q.
+        top_candidates: ``(logits_BQV, drafts_BM, nodes, num_candidates) -> TopCandidates``. Ranks
+            the tokens that may follow each of Q tree nodes. In the nodes' ancestor masks, bit 0 is
+            the last known token and bits 1..M are ``drafts_BM``.
     """
 
     last_B1: Tensor
@@ -48,7 +58,10 @@ class DraftContext:
     top_candidates: Callable[[Tensor, Tensor, Tree, int], TopCandidates]
 
     def draft_chain(self, num: int, logits: Callable[[int, Tensor], Tensor]) -> "Drafts":
-        """Picks of the ``logits(i, last_B1)`` [B, V], each behind the one picked before."""
+        """Sample a chain of ``num`` drafts.
+
+        ``logits(i, last_B1)`` returns the logits [B, V] for draft i, given the token before it.
+        """
         drafts_BN, last_B1, drawn_from = self.last_B1[:, :0], self.last_B1, []
         for i in range(num):
             next_B, q_BV = self.sample_draft(logits(i, last_B1), drafts_BN)
@@ -59,11 +72,16 @@ class DraftContext:
 
 
 class Drafts(NamedTuple):
-    """Tokens [B, N], each row a chain behind its known text or the tree of its level; ``num_B`` is
-    how many of a row's, the first ones, are drafts at all, None if all are. ``q_BNV`` are the
-    probabilities that they were drawn from, siblings of a tree without those before and in the
-    order of their numbers; None for deterministic drafts. ``parents_BN`` are the
-    nodes that each comes after, where the level leaves it to the step."""
+    """Tokens proposed for verification in one step.
+
+    Attributes:
+        tokens_BN: Draft tokens: a chain, or the nodes of a tree with parents before children.
+        num_B: Number of valid drafts per row, the first ones. None if all N are valid.
+        q_BNV: Distribution that each draft was sampled from. In a tree, siblings are sampled
+            without replacement in node order. None for drafts chosen deterministically.
+        parents_BN: Parent node of each draft if the tree is built per step, None if the
+            ``DraftShape`` fixes the parents.
+    """
 
     tokens_BN: Tensor
     num_B: Tensor | None = None
@@ -73,8 +91,13 @@ class Drafts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """What a step gave B rows: ``tokens_BE[b, : num_B[b]]``, and the features of the tokens before
-    each of them."""
+    """Tokens that one step emitted for B rows.
+
+    Attributes:
+        tokens_BE: Emitted tokens; the first ``num_B[b]`` of row b are valid.
+        num_B: Number of emitted tokens per row.
+        features_BEF: Features of the token before each emitted token.
+    """
 
     tokens_BE: Tensor
     num_B: Tensor
@@ -82,8 +105,8 @@ class Emitted:
 
 
 class NoCatchUp:
-    """How a drafter catches up that is called when there is something to draft, and keeps nothing
-    of other steps."""
+    """Catch-up policy of a drafter that keeps no state between steps, so that a step without drafts
+    can leave it out."""
 
     initial_backlog = 0
 
@@ -98,18 +121,29 @@ class NoCatchUp:
 
 
 class Drafter(Protocol):
-    """One drafting method. Nobody but it knows its rows, how far behind the text they are, and what
-    is in its caches. One that keeps nothing has but a name and drafts of its own.
+    """A drafting method, such as MTP, EAGLE or n-gram lookup.
 
-    Its part of a step is on the device and static, of the program of that step, and a failure in it
-    is the step's; unless it ``runs_on_host``: then it is called before each program, as Python, and
-    what it raises costs that rank the drafts of that step. ``uses_collectives``: it calls what all
-    ranks of a gang have to call together. ``num_features``: of each token that the main model has
-    seen it wants the last hidden state, or nothing (0), or what entered the layers ``taps`` if it
-    names any; those of the last ``num_feature_tokens`` tokens of a prompt come with it.
-    ``cache_groups`` are the caches it reads and writes besides the main model's; a prefill node
-    fills them, and they travel with the rest. ``identity`` names the files that entries there are
-    made by, if they are not the checkpoint's own.
+    The engine knows nothing about a drafter's state, backlog or caches. A stateless drafter
+    implements ``name`` and ``draft`` only.
+
+    ``draft`` is normally part of the step's compiled program: it must run on the device with static
+    shapes, and an exception fails the step. With ``runs_on_host`` it is called from Python before
+    the program instead, and an exception only costs this rank the drafts of that step.
+
+    Attributes:
+        name: Name of the method, for messages and the status.
+        runs_on_host: ``draft`` is Python code that runs before each step's program.
+        uses_collectives: ``draft`` issues collectives, so all ranks that step together must call it
+            together.
+        num_features: Number of features needed per token: the main model's last hidden state, or
+            the inputs of the layers in ``taps``. 0: no features.
+        taps: Layers of the main model whose inputs are the features; (): the last hidden state.
+        num_feature_tokens: Number of trailing prompt tokens whose features are handed over to the
+            decode rank.
+        identity: Digest of weight files outside the checkpoint that determine the entries of
+            ``cache_groups``. "" if there are none.
+        cache_groups: Caches besides the main model's. Prefill nodes fill them; they are transferred
+            together with the KV cache.
     """
 
     name: str
@@ -123,58 +157,74 @@ class Drafter(Protocol):
 
     @property
     def status_note(self) -> str:
-        """What a status should tell, if anything."""
+        """Text to add to the rank's status, "" for none."""
         return ""
 
     @property
     def num_handover_features(self) -> int:
-        """Features that come with a prompt."""
+        """Number of features handed over with a prompt."""
         return self.num_feature_tokens * self.num_features
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
-        """Its weights are loaded: compute with these."""
+        """Prepare the loaded weights for ``kernels``, which compute the drafter from then on."""
         return
 
     def check(self, page_size: int, max_model_len: int) -> None:
-        """Raises ValueError if it cannot draft for texts so long on pages of so many tokens."""
+        """Raise ValueError if the drafter does not support ``page_size`` or ``max_model_len``."""
         return
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
-        """Fill the drafter's caches for the main model's packed ``batch``, whose features are
-        ``features_1TF``. ``next_GK`` are as many tokens behind each segment's last as entries may
-        depend on, or UNKNOWN_TOKEN, and of what is not known nothing may be written: that of a
-        prompt's last rows. Other segments have at least as many tokens behind them."""
+        """Fill the drafter's caches for one packed prefill batch of the main model.
+
+        Entries that depend on an UNKNOWN_TOKEN must not be written. UNKNOWN_TOKEN occurs only at
+        the end of a prompt; every other segment has K known tokens after it.
+
+        Args:
+            batch: The main model's batch: G segments, T tokens in all.
+            next_GK: The K tokens that follow each segment, where K is the largest lag of
+                ``cache_groups``. UNKNOWN_TOKEN marks tokens that do not exist yet.
+            features_1TF: Features of the T tokens.
+            caches: Caches of all groups.
+        """
         return
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
-        """How much it can draft, where ``max_depth`` is asked for at most."""
+        """Return the draft shapes that a step may use, none deeper than ``max_depth``."""
         return chain_shapes(max_depth)
 
     def catch_up(self, max_depth: int) -> CatchUpPolicy:
-        """How it catches up where its drafts are at most so deep."""
+        """Return the catch-up policy for drafts that are at most ``max_depth`` deep."""
         return NoCatchUp()
 
     def init_state(
         self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> DrafterState:
-        """One row, of a sequence whose ``text`` ends with its first token. ``features_F`` are those
-        of the last prompt tokens, ``num_handover_features``; zeros if they are not known: then
-        nothing of the prompt's may be written."""
+        """Create the state of one row.
+
+        Args:
+            text: Prompt and output tokens, ending with the token that the prefill rank sampled.
+            features_F: Features of the last ``num_feature_tokens`` prompt tokens.
+            has_features: False if the hand-over carried no features (``features_F`` is zero). The
+                drafter must then write no cache entry for a prompt token.
+            max_depth: Maximum draft depth.
+        """
         return None
 
     def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> DrafterTable:
-        """Of so many rows, whose texts have at most so many tokens. It must follow from their
-        texts alone, so that rows can move and be begun anew."""
+        """Allocate the table for ``num_rows`` rows of at most ``num_tokens`` tokens.
+
+        Its contents must depend on the texts alone, so that sequences can migrate and restart.
+        """
         return None
 
     def register_row(self, table: DrafterTable, row: int, token_ids: Sequence[int]) -> None:
-        """A row begins whose text this is."""
+        """Enter the text of a sequence that starts in ``row``."""
         return
 
     def update_table(
         self, table: DrafterTable, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
     ) -> None:
-        """Rows have so many tokens, the last of them those that a step has given them."""
+        """Add the tokens that a step emitted. ``num_known_B`` counts them already."""
         return
 
     def draft(
@@ -185,9 +235,12 @@ class Drafter(Protocol):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        """Propose as much as ``level`` says, maybe nothing, and catch up with ``amount``. ``own``
-        is left as it is."""
+        """Propose drafts of ``draft_shape``, which may have no nodes, and catch up by
+        ``catch_up_width``.
+
+        Must not modify ``state``.
+        """
 
     def commit(self, state: DrafterState, emitted: Emitted, catch_up_width: int) -> DrafterState:
-        """The rows after a step that caught up with ``amount``."""
+        """Return the state of the rows after a step that caught up by ``catch_up_width``."""
         return None

@@ -1,4 +1,4 @@
-"""Kinds of acceptance by name.
+"""Acceptance rules by name, and the functions that apply each row's rule.
 
 Shape legend: B rows, N drafts, Q nodes, M drafts so far, V vocabulary.
 """
@@ -32,11 +32,14 @@ ACCEPTANCE_RULES: dict[str, AcceptanceRule] = {
     request.TYPICAL: TYPICAL,
 }
 RULE_NUMBERS = {name: number for number, name in enumerate(ACCEPTANCE_RULES)}
-"""What stands for a kind in ``rule_B``; strict is 0."""
+"""Number of each acceptance rule in ``rule_B``; strict is 0."""
 
 
 def accept_drafts(rule_names: Collection[str], verify_input: VerifyInput) -> VerifyResult:
-    """The verdict of each row's own kind; ``rule_names`` are the names of all."""
+    """Verify the drafts of each row by the row's acceptance rule.
+
+    ``rule_names`` are the rules that occur in the batch.
+    """
     result = ACCEPTANCE_RULES[request.STRICT].accept_drafts(verify_input)
     for name in _ordered(rule_names):
         if name != request.STRICT:
@@ -53,8 +56,12 @@ def sample_draft(
     num_output_B: Tensor,
     drafts_BN: Tensor,
 ) -> SampledDraft:
-    """The draft [B] after ``drafts_BN`` from the drafter's raw ``logits_BV``, as each row's kind
-    picks it, and for ``VerifyInput`` what it was drawn from [B, V] if a row's kind needs that."""
+    """Sample the draft that follows ``drafts_BN`` from the drafter's raw logits.
+
+    Returns:
+        The draft [B] of each row, chosen by the row's acceptance rule, and the distribution [B, V]
+        that it was sampled from. The latter is None if no rule in ``rule_names`` needs it.
+    """
     adjusted_BV = apply_rules(logits_BV, sampling, num_output_B, drafts_BN)
     output_index_B = num_output_B + drafts_BN.shape[1]
     first, *others = _ordered(rule_names)
@@ -79,8 +86,19 @@ def top_candidates(
     nodes: Tree,
     num_candidates: int,
 ) -> TopCandidates:
-    """The tokens that may follow ``nodes``, by the drafter's raw ``logits_BQV``, as each row's kind
-    ranks them. The nodes' bits are of the last known token and ``drafts_BM``."""
+    """Rank the tokens that may follow ``nodes`` by each row's acceptance rule.
+
+    Args:
+        rule_names: Rules that occur in the batch.
+        rule_B: Number of each row's rule.
+        logits_BQV: Raw logits of the drafter at the Q nodes.
+        sampling: Sampling settings.
+        num_output_B: Number of tokens emitted before this step.
+        drafts_BM: Drafts so far.
+        nodes: The nodes. In their ancestor masks, bit 0 is the last known token and bits 1..M are
+            ``drafts_BM``.
+        num_candidates: Number of tokens to return per node.
+    """
     adjusted_BQV = apply_rules_at_places(logits_BQV, sampling, num_output_B, drafts_BM, nodes)
     first, *others = _ordered(rule_names)
     base = ACCEPTANCE_RULES[first].top_candidates

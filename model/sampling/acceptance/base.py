@@ -1,7 +1,7 @@
-"""The acceptance seam: what verification knows, and what a kind of acceptance makes of it.
+"""The interface of acceptance rules: the input of verification and its result.
 
-Shape legend: B rows, N drafts of this step, N1 = N + 1 places, E places that a row may emit (N1
-unless the drafts are a tree), V vocabulary.
+Shape legend: B rows, N drafts of this step, Q tree nodes, M drafts so far, V vocabulary. N1 = N + 1
+positions, E positions that a row may emit (N1 unless the drafts are a tree).
 """
 
 from collections.abc import Callable
@@ -18,8 +18,13 @@ from tandem.model.sampling.sampler import SamplingRows
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRows:
-    """How B rows want their drafts judged: the number of the kind (RULE_NUMBERS), the most drafts
-    a row uses, and what its kind allows (Kind.bounds)."""
+    """Acceptance settings of B rows.
+
+    Attributes:
+        rule_B: Number of each row's acceptance rule (``RULE_NUMBERS``).
+        limit_B: Maximum number of drafts that a row may accept.
+        bounds_B2: The two settings that the rule reads (``AcceptanceRule.bounds``).
+    """
 
     rule_B: Tensor
     limit_B: Tensor
@@ -28,15 +33,21 @@ class AcceptanceRows:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """``tokens_BE[b, : num_accepted_B[b] + 1]`` are the tokens row b emits this step, each at the
-    node ``path_BE`` of a tree; without one at its own place."""
+    """Drafts accepted in one step.
+
+    Attributes:
+        tokens_BE: Emitted tokens; row b emits the first ``num_accepted_B[b] + 1``.
+        num_accepted_B: Number of accepted drafts per row.
+        path_BE: Tree node before each emitted token, 0 for the last known token. None for chains,
+            where token e is the prediction at position e.
+    """
 
     tokens_BE: Tensor
     num_accepted_B: Tensor
     path_BE: Tensor | None = None
 
     def where(self, rows_B: Tensor, other: "VerifyResult") -> "VerifyResult":
-        """This verdict where ``rows_B`` is True, ``other`` elsewhere."""
+        """Return this result in the rows where ``rows_B`` is True, and ``other`` elsewhere."""
         path_BE, rows_B1 = self.path_BE, rows_B.unsqueeze(1)
         if path_BE is not None:
             assert other.path_BE is not None, "all are of one tree"
@@ -49,14 +60,17 @@ class VerifyResult:
 
 
 COUNT_BASE = 256
-"""Bound on the places of a row in a step, for ``Outcome``."""
+"""Upper bound on the positions of a row in one step, for ``Outcome.counts_B``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A verdict as the host reads it. ``counts_B`` holds two numbers, so that the flag of rows that
-    are not finite costs no copy: the accepted drafts, and COUNT_BASE times the places of the row
-    that come before the first one whose logits are not finite."""
+    """A verification result in the form that the host reads.
+
+    ``counts_B`` packs two numbers, so that the check for non-finite logits needs no extra copy. It
+    is the number of accepted drafts, plus COUNT_BASE times the number of leading positions with
+    finite logits.
+    """
 
     tokens_BE: Tensor
     counts_B: Tensor
@@ -64,7 +78,8 @@ class Outcome:
 
     @classmethod
     def of(cls, result: VerifyResult, finite_BN1: Tensor) -> Self:
-        """``finite_BN1``: whether the logits of each place, or of each node, are finite."""
+        """Pack ``result``. ``finite_BN1`` is True for each position, or tree node, with finite
+        logits."""
         path_BE, finite_BE = result.path_BE, finite_BN1
         if path_BE is not None:
             finite_BE = finite_BN1.gather(1, path_BE)
@@ -73,14 +88,20 @@ class Outcome:
         return cls(result.tokens_BE, counts_B, path_BE)
 
     def row_outputs(self, num_rows: int) -> "list[RowOutput]":
-        """Return what each of the first ``num_rows`` rows emits."""
+        """Return the output of each of the first ``num_rows`` rows."""
         rows = zip(self.tokens_BE.tolist(), self.counts_B[:num_rows].tolist(), strict=False)
         return [RowOutput.of(tokens, counts) for tokens, counts in rows]
 
 
 class RowOutput(NamedTuple):
-    """Tokens that a row emits in a step, ``num_accepted`` of them drafts. Unless ``is_finite`` the
-    logits of the token after them are no finite numbers, and the answer cannot go on."""
+    """Tokens that one row emits in a step.
+
+    Attributes:
+        token_ids: Emitted tokens, up to the first position whose logits are not finite.
+        num_accepted: Number of drafts among them.
+        is_finite: False if the logits of the token after them are not finite, so the sequence
+            cannot continue.
+    """
 
     token_ids: tuple[int, ...]
     num_accepted: int
@@ -88,6 +109,7 @@ class RowOutput(NamedTuple):
 
     @classmethod
     def of(cls, tokens: list[int], counts: int) -> Self:
+        """Unpack one row of ``Outcome``."""
         num_finite, num_accepted = divmod(counts, COUNT_BASE)
         num = min(num_finite, num_accepted + 1)
         return cls((*tokens[:num],), min(num, num_accepted), num_finite > num_accepted)
@@ -95,16 +117,26 @@ class RowOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VerifyInput:
-    """One verified step of a whole batch; place i comes after drafts < i, or is node i of ``tree``,
-    of which the first ``num_B`` drafts of a row are any (None: all).
+    """One verification step of a batch.
 
-    ``q_BNV`` are the probabilities that the drafts of rows of kind "rejection" were drawn from, of
-    siblings without those before (rows of other kinds may hold anything); None if the drafts are
-    deterministic.
-    ``adjusted_BN1V`` are the main model's logits after bias, penalties and min_tokens, before
-    temperature; ``targets_BN1`` what it chose from them, with the request's own noise.
-    ``num_output_B`` tokens were emitted before. ``thinking_B`` is the think phase before the
-    drafts, ``think_ids`` the tokens that begin and end it; only relaxed kinds read them.
+    Position i of a chain follows the drafts before i. In a tree, position i is node i.
+
+    Attributes:
+        drafts_BN: Draft tokens.
+        q_BNV: Distribution that each draft was sampled from, for rows with rule "rejection"; other
+            rows may hold any values. Siblings are sampled without replacement. None for
+            deterministic drafts.
+        adjusted_BN1V: Logits of the main model after bias, penalties and min_tokens, before
+            temperature.
+        targets_BN1: Tokens that the main model samples from these logits with the request's own
+            noise.
+        sampling: Sampling settings.
+        acceptance: Acceptance settings.
+        num_output_B: Number of tokens emitted before this step.
+        thinking_B: True if the position of the first draft is in the thinking part.
+        think_ids: Tokens that start and end the thinking part; read by the relaxed rules only.
+        tree: The tree of drafts, None for chains.
+        num_B: Number of valid drafts per row, the first ones. None if all N are valid.
     """
 
     drafts_BN: Tensor
@@ -121,19 +153,28 @@ class VerifyInput:
 
 
 SampledDraft = tuple[Tensor, Tensor | None]
-"""Draft tokens [B] and the probabilities they were drawn from [B, V], None if a draft is a function
-of its logits."""
+"""Draft tokens [B] and the distribution that they were sampled from [B, V]. The latter is None if a
+draft is a function of its logits."""
 DraftSampler = Callable[[Tensor, SamplingRows, Tensor], SampledDraft]
-"""Of ``(adjusted draft logits [B, V], sampling, output index [B])``."""
+"""Function of (adjusted draft logits [B, V], sampling settings, output index [B])."""
 CandidateRanker = Callable[[Tensor, SamplingRows, Tensor, Tree, int], TopCandidates]
-"""Of ``(adjusted draft logits [B, Q, V], sampling, emitted tokens [B], nodes, ranks)``."""
+"""Function of (adjusted draft logits [B, Q, V], sampling settings, number of emitted tokens [B],
+nodes, number of candidates per node)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRule:
-    """How drafts are picked, for trees ranked, and how they are judged: these belong together. All
-    work on all rows of a batch, with static shapes and without waiting for the host. Of what a
-    request says (core/request.py: Speculation) it reads two ``bounds``."""
+    """A way to choose drafts together with the test that accepts them; the two depend on each
+    other.
+
+    All functions run on all rows of a batch, with static shapes and without waiting for the host.
+
+    Attributes:
+        sample_draft: Samples the next draft of a chain.
+        top_candidates: Ranks the tokens that may follow the nodes of a tree.
+        accept_drafts: Decides which drafts are accepted.
+        bounds: Names of the two settings in ``Speculation`` (core/request.py) that the rule reads.
+    """
 
     sample_draft: DraftSampler
     top_candidates: CandidateRanker

@@ -1,6 +1,7 @@
-"""The verdict of drafts that pass one by one: of the paths of such drafts the deepest.
+"""Verification results for rules that test each draft on its own: the deepest accepted path.
 
-Shape legend: B rows, N drafts of this step, Q = N + 1 nodes, E places of the deepest path.
+Shape legend: B rows, N drafts of this step, Q = N + 1 nodes, E positions of the deepest path, V
+vocabulary.
 """
 
 import torch
@@ -11,7 +12,8 @@ from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 
 
 def is_target(verify_input: VerifyInput) -> Tensor:
-    """Whether each draft [B, N] is what the main model chose at the node before it."""
+    """Return whether each draft [B, N] is the token that the main model chose at the node before
+    it."""
     if verify_input.tree is None:
         return verify_input.drafts_BN == verify_input.targets_BN1[:, :-1]
     return verify_input.drafts_BN == verify_input.targets_BN1.gather(
@@ -20,7 +22,7 @@ def is_target(verify_input: VerifyInput) -> Tensor:
 
 
 def before_drafts(verify_input: VerifyInput) -> Tensor:
-    """Adjusted logits [B, N, V] of the node before each draft."""
+    """Return the adjusted logits [B, N, V] at the node before each draft."""
     if verify_input.tree is None:
         return verify_input.adjusted_BN1V[:, :-1]
     parents_BN1 = verify_input.tree.parent_BQ[:, 1:].unsqueeze(2)
@@ -29,8 +31,8 @@ def before_drafts(verify_input: VerifyInput) -> Tensor:
 
 
 def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor) -> VerifyResult:
-    """Accepted drafts as they are, then the target: of the first rejection, or of the place after
-    the last draft."""
+    """Emit the accepted drafts unchanged, then one target: that of the first rejected draft, or
+    that after the last draft. ``score_BN`` breaks ties between the paths of a tree."""
     drafts_BN, targets_BN1 = verify_input.drafts_BN, verify_input.targets_BN1
     if verify_input.tree is not None:
         return deepest_path(verify_input, passes_BN, score_BN)
@@ -44,8 +46,10 @@ def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor
 def deepest_path(
     verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None = None
 ) -> VerifyResult:
-    """Of equally deep paths the one of the greatest sum of scores, of these the earliest node's.
-    Its drafts are emitted as they are, then the target at its end."""
+    """Emit the drafts of the deepest accepted path unchanged, then the target at its end.
+
+    Ties go to the greatest sum of scores, then to the earliest node.
+    """
     end_B1, depth_B1 = _deepest_end(verify_input, passes_BN, score_BN)
     last_B1 = verify_input.targets_BN1.gather(1, end_B1)
     return path_result(verify_input, end_B1.squeeze(1), depth_B1.squeeze(1), last_B1.squeeze(1))
@@ -54,7 +58,8 @@ def deepest_path(
 def path_result(
     verify_input: VerifyInput, end_B: Tensor, depth_B: Tensor, last_B: Tensor
 ) -> VerifyResult:
-    """Of the drafts down to a node of each row, so deep, and the token behind them."""
+    """Return the result that accepts the path to node ``end_B``, ``depth_B`` deep, and then emits
+    ``last_B``."""
     tree, drafts_BN = verify_input.tree, verify_input.drafts_BN
     assert tree is not None, "a chain has one path"
     node_Q = torch.arange(drafts_BN.shape[1] + 1, device=drafts_BN.device)
@@ -71,7 +76,7 @@ def path_result(
 def _deepest_end(
     verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The last node of the path, and its depth: [B, 1] each."""
+    """Return the last node of the deepest accepted path and its depth, [B, 1] each."""
     tree, num_nodes = verify_input.tree, passes_BN.shape[1]
     assert tree is not None
     node_N = torch.arange(1, num_nodes + 1, device=passes_BN.device)

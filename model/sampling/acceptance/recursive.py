@@ -1,10 +1,10 @@
-"""Recursive rejection: p/q acceptance where a node has several children (SpecInfer, arXiv
-2305.09781; without replacement arXiv 2402.14160; spec §9).
+"""Recursive rejection sampling: p/q acceptance where a node has several children (SpecInfer, arXiv
+2305.09781; without replacement, arXiv 2402.14160).
 
-At a node r is p at first. Its children are tried in their order: x passes with min(1, r(x) / q(x)),
-where q is what x was drawn from, without the children before it; if it does not, r becomes what
-max(r - q, 0) leaves. Where none passes the next token is drawn from r.
-Shape legend: B rows, N drafts, Q = N + 1 nodes, V vocabulary.
+At each node, r starts as p. The children are tried in order. Child x is accepted with probability
+min(1, r(x) / q(x)), where q excludes the children before x. After a rejection, r becomes max(r - q,
+0), normalised. If no child is accepted, the next token is sampled from r. Shape legend: B rows, N
+drafts, Q = N + 1 nodes, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,13 @@ from tandem.model.sampling.sampler import COIN, RESIDUAL, sample, uniform
 
 @dataclass(slots=True)
 class _Walk:
-    """Where each row has come to, what its next token may be drawn from, and which tokens were
-    tried there, all of them in vain."""
+    """Progress of each row's walk down the tree.
+
+    Attributes:
+        end_B: Node that the walk has reached.
+        residual_BV: Distribution r of the next token at that node.
+        tried_BV: Tokens of that node's children that were rejected.
+    """
 
     end_B: Tensor
     residual_BV: Tensor
@@ -28,7 +33,7 @@ class _Walk:
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """The path that is accepted, and one token more."""
+    """Accept one path of drafts and sample the token after it."""
     tree, rows = verify_input.tree, verify_input.sampling
     assert tree is not None, "a chain has one path"
     p_BQV = rows.sampler.filtered_log_probs(verify_input.adjusted_BN1V, rows).exp()
@@ -43,8 +48,11 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 
 
 def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -> None:
-    """One node, by the rows that have come to its parent. In float64: u * q must not become 0, or
-    tokens of probability 0 would pass."""
+    """Try ``node`` in every row whose walk has reached the node's parent.
+
+    Computes in float64 so that u * q cannot underflow to 0, which would accept tokens of
+    probability 0.
+    """
     tree, rows = verify_input.tree, verify_input.sampling
     assert tree is not None
     token_B1 = verify_input.drafts_BN[:, node - 1 : node]
@@ -75,7 +83,8 @@ def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -
 
 
 def _drawn_from(verify_input: VerifyInput, node: int, token_B1: Tensor) -> Tensor:
-    """q [B, V] of all children of its parent; a draft that nobody drew is sure."""
+    """Return the distribution q [B, V] of the children of the node's parent; one-hot for
+    deterministic drafts."""
     if verify_input.q_BNV is not None:
         return verify_input.q_BNV[:, node - 1]
     p_BV = verify_input.adjusted_BN1V[:, 0]

@@ -1,10 +1,10 @@
-"""Rejection sampling: a draft x drawn from q passes with probability min(1, p(x) / q(x)).
+"""Rejection sampling: a draft x sampled from q is accepted with probability min(1, p(x) / q(x)).
 
-Lossless in distribution, but the tokens depend on the drafts, so they are not a function of the
-seed alone (spec/deepseek_v3.md §9). Draft, coin and the token after a rejection take noise of
-streams of their own at their output index; noise of a place that was not reached has had no
-effect, so a later step may use it again.
-Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+The output distribution is exactly p, but the tokens also depend on the drafts. They are therefore
+not a function of the seed alone. The draft, the coin and the token after a rejection use separate
+noise streams at their output index. A later step may reuse the noise of a position that was not
+reached, because that noise had no effect. Shape legend: B rows, N drafts of this step, N1 = N + 1
+positions, V vocabulary.
 """
 
 from dataclasses import replace
@@ -24,8 +24,10 @@ from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, s
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """Accepted drafts, then one token: from the residual norm(max(p - q, 0)) after a rejection,
-    from p after the last draft a row may use. Rows of temperature 0 are strict."""
+    """Accept drafts by p/q and sample one token after them. Rows of temperature 0 are strict.
+
+    After a rejection the token comes from the residual norm(max(p - q, 0)), otherwise from p.
+    """
     greedy, rows = strict.accept_drafts(verify_input), verify_input.sampling
     if rows.all_greedy:
         return greedy
@@ -40,13 +42,17 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 
 
 def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
-    """max(p - q, 0), not normalised; p where rounding leaves nothing of it."""
+    """Return max(p - q, 0), not normalised, or p in rows where rounding leaves nothing."""
     rest_BV = (p_BV - q_BV).clamp(min=0)
     return torch.where(rest_BV.sum(1, keepdim=True) > 0, rest_BV, p_BV)
 
 
 def _num_accepted(verify_input: VerifyInput, p_BN1V: Tensor) -> Tensor:
-    """In float64: u * q must not become 0, or tokens of probability 0 would pass."""
+    """Return the number of accepted drafts per row.
+
+    Computes in float64 so that u * q cannot underflow to 0, which would accept tokens of
+    probability 0.
+    """
     drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
     p_BN = p_BN1V[:, :-1].gather(2, drafts_BN1).squeeze(2).double()
     q_BN = torch.ones_like(p_BN)
@@ -60,7 +66,7 @@ def _num_accepted(verify_input: VerifyInput, p_BN1V: Tensor) -> Tensor:
 
 
 def _last_token(verify_input: VerifyInput, p_BN1V: Tensor, place_B: Tensor) -> Tensor:
-    """The token [B] at the place after the accepted drafts."""
+    """Sample the token [B] at ``place_B``, the position after the accepted drafts."""
     p_BV = _at(p_BN1V, place_B)
     num_drafts = verify_input.drafts_BN.shape[1]
     rest_BV = p_BV
@@ -73,7 +79,7 @@ def _last_token(verify_input: VerifyInput, p_BN1V: Tensor, place_B: Tensor) -> T
 
 
 def _draft_probs(verify_input: VerifyInput, p_BV: Tensor, place_B: Tensor) -> Tensor:
-    """q [B, V] at a place of each row."""
+    """Return q [B, V] at position ``place_B`` of each row; one-hot for deterministic drafts."""
     if verify_input.q_BNV is not None:
         return _at(verify_input.q_BNV, place_B)
     draft_B1 = verify_input.drafts_BN.gather(1, place_B.unsqueeze(1))
@@ -88,7 +94,8 @@ def _at(x_BNV: Tensor, place_B: Tensor) -> Tensor:
 def sample_from_q(
     adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
 ) -> SampledDraft:
-    """Drafts drawn from q, the drafter's distribution after the request's own filters, and q."""
+    """Sample drafts from q, the drafter's distribution after the request's filters. Return them
+    with q, which is None if all rows are greedy."""
     greedy_B = adjusted_BV.argmax(-1)
     if sampling.all_greedy:
         return greedy_B, None
@@ -100,7 +107,7 @@ def sample_from_q(
 def argmax_draft(
     adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
 ) -> SampledDraft:
-    """The drafter's likeliest token."""
+    """Return the drafter's most likely token."""
     return adjusted_BV.argmax(-1), None
 
 
@@ -110,4 +117,4 @@ REJECTION_GREEDY = AcceptanceRule(
     top_by_logits,
     lambda verify_input: accept_drafts(replace(verify_input, q_BNV=None)),
 )
-"""The same for drafts that are a function of their logits: q is 1 at the draft."""
+"""Rejection sampling for drafts that are a function of their logits: q is 1 at the draft."""

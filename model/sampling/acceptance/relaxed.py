@@ -1,10 +1,10 @@
-"""Relaxed acceptance: inside the thinking part a likely draft passes though it is not the best.
+"""Relaxed acceptance: in the thinking part, a likely draft passes even if it is not the best token.
 
-Lossy, for greedy requests. As in TensorRT-LLM: the draft is among the top-N and at most delta
-less likely than the best token, on probabilities (its kernel) or log-probabilities (its
-documentation). Unlike there, the phase is that of each draft's own place, so that a chain that
-crosses the end of the thinking part is strict behind it.
-Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+Lossy, for greedy requests. The rule is that of TensorRT-LLM: the draft is among the top N tokens,
+and at most delta less likely than the best. Likelihood is the probability, as in TensorRT-LLM's
+kernel, or the log probability, as in its documentation. Unlike there, each draft has the thinking
+phase of its own position. A chain that crosses the end of the thinking part is strict after it.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,11 @@ from tandem.model.sampling.thinking import thinking_before
 
 
 def accept_drafts(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) -> VerifyResult:
-    """Accepted drafts as they are, then the target: of the first rejection, or of the place
-    after the last draft. What is likely, the ``score`` of log p(x) says: at least that of the best
-    token less delta."""
+    """Emit the accepted drafts unchanged, then one target.
+
+    The target is that of the first rejected draft, or that after the last draft. ``score`` maps log
+    p(x) to the scale of delta: a draft's score must reach that of the best token minus delta.
+    """
     thinking_BN = thinking_before(
         verify_input.thinking_B, verify_input.drafts_BN, verify_input.think_ids, verify_input.tree
     )
@@ -33,9 +35,12 @@ def accept_drafts(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) 
 
 
 def _likely(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) -> tuple[Tensor, Tensor]:
-    """log p of each draft [B, N], and whether it is among the top-N and within delta of the best.
-    Of equally likely tokens the lower id ranks first, as argmax has it; one of probability 0 never
-    passes."""
+    """Return log p of each draft [B, N], and whether it is in the top N and within delta of the
+    best.
+
+    Among equally likely tokens the lower id ranks first, as in argmax. A token of probability 0
+    never passes.
+    """
     drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
     logits_BNV = paths.before_drafts(verify_input)
     draft_BN1 = logits_BNV.gather(2, drafts_BN1)

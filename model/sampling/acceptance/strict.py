@@ -1,8 +1,8 @@
-"""Strict acceptance: a draft passes iff it is the token that the main model chose itself.
+"""Strict acceptance: a draft passes iff it is the token that the main model itself chose.
 
-Lossless, and the emitted tokens are those of decoding without drafts. Drafts of sampled rows
-take the noise of the token that they guess, so that they agree more often.
-Shape legend: B rows, N drafts of this step, N1 = N + 1 places, V vocabulary.
+Lossless: the emitted tokens are those of decoding without drafts. Drafts of sampled rows use the
+noise of the token that they predict, which raises the acceptance rate. Shape legend: B rows, N
+drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from tandem.model.sampling.sampler import SamplingRows, draw
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """The longest path of drafts equal to the targets, plus one target."""
+    """Accept the longest path of drafts equal to the targets, and emit one more target."""
     passes_BN = paths.is_target(verify_input)
     if verify_input.tree is not None:
         return paths.deepest_path(verify_input, passes_BN)
@@ -30,7 +30,8 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 def sample_target(
     adjusted_BV: Tensor, sampling: SamplingRows, output_index_B: Tensor
 ) -> SampledDraft:
-    """What the main model would choose from the same logits at the same place."""
+    """Return the token that the main model would choose from the same logits at the same
+    position."""
     return draw(adjusted_BV, sampling, output_index_B), None
 
 

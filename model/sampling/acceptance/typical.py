@@ -1,9 +1,9 @@
-"""Typical acceptance (Medusa, arXiv 2401.10774): a draft passes that is likely where much is open.
+"""Typical acceptance (Medusa, arXiv 2401.10774): a likely draft passes where the entropy is high.
 
-Lossy, for sampled requests: p(x) > min(epsilon, alpha * exp(-H)), where p is what the request draws
-from behind the drafts before x, and H its entropy. What it draws itself passes too: that loses
-nothing more.
-Shape legend: B rows, N drafts of this step, V vocabulary.
+Lossy, for sampled requests. Draft x passes if p(x) > min(epsilon, alpha * exp(-H)). Here p is the
+distribution that the request samples from after the drafts before x, and H is its entropy. The
+token that the main model samples passes too, because accepting it never adds loss. Shape legend: B
+rows, N drafts of this step, V vocabulary.
 """
 
 from dataclasses import replace
@@ -14,10 +14,11 @@ from tandem.model.sampling.acceptance import paths, strict
 from tandem.model.sampling.acceptance.base import VerifyInput, VerifyResult
 
 _TINY = 1e-5
-"""Of the authors' entropy: added to p before its logarithm is taken."""
+"""Added to p before its logarithm in the entropy, as in the authors' code."""
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
+    """Accept typical drafts and emit one target after them. Greedy batches are strict."""
     if verify_input.sampling.all_greedy or not verify_input.drafts_BN.shape[1]:
         return strict.accept_drafts(verify_input)
     rows = verify_input.sampling
@@ -30,7 +31,7 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 
 
 def threshold(p_BNV: Tensor, bounds_B2: Tensor) -> Tensor:
-    """What p of a draft has to be above, [B, N]."""
+    """Return the probability [B, N] that a draft's p must exceed."""
     entropy_BN = -(p_BNV * (p_BNV + _TINY).log()).sum(2)
     epsilon_B1, alpha_B1 = bounds_B2.split(1, 1)
     return epsilon_B1.minimum(alpha_B1 * (-entropy_BN).exp())
