@@ -1,1 +1,1 @@
-"""From logits to tokens: rules, draws, log probabilities, and what verification accepts."""
+"""Sampling: logit rules, token sampling, log probabilities and the acceptance of drafts."""

@@ -1,8 +1,8 @@
-"""What a request does to its logits before a token is chosen: bias, penalties, no early end.
+"""Logit rules that a request sets: bias, penalties and min_tokens.
 
-Counts are a pure function of (prompt, output ids, drafts before a place), so penalties see
-exactly the tokens that plain decoding would have seen.
-Shape legend: B rows, V vocabulary, N tokens.
+Token counts are a pure function of (prompt, output ids, drafts before a position). Penalties
+therefore count exactly the tokens that decoding without drafts would count. Shape legend: B rows, V
+vocabulary, N tokens.
 """
 
 from collections.abc import Iterable
@@ -17,10 +17,17 @@ from tandem.model.checkpoint.tensors import upload, write_rows
 
 @dataclass(frozen=True, slots=True)
 class AdjustRows:
-    """Rules of B rows; the first axis of every field is the row.
+    """Logit rules of B rows; the first axis of every field is the row.
 
-    ``in_prompt_BV`` and ``ends_BV`` (tokens that would end the answer) are masks, ``count_BV``
-    how often a token is in the output, ``bias_BV`` is added to the logits.
+    Attributes:
+        in_prompt_BV: True for tokens of the prompt.
+        ends_BV: True for tokens that end the output.
+        count_BV: Number of occurrences of each token in the output.
+        bias_BV: Value added to each logit.
+        repetition_B: Repetition penalty; 1 is off.
+        presence_B: Presence penalty; 0 is off.
+        frequency_B: Frequency penalty; 0 is off.
+        min_tokens_B: Minimum number of output tokens.
     """
 
     in_prompt_BV: Tensor
@@ -34,7 +41,7 @@ class AdjustRows:
 
 
 def no_rules(num_rows: int, vocab_size: int, device: torch.device) -> AdjustRows:
-    """Rows that leave their logits as they are."""
+    """Return rules that leave the logits of ``num_rows`` rows unchanged."""
 
     def zeros(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.zeros(num_rows, *shape, dtype=dtype, device=device)
@@ -58,8 +65,10 @@ def set_rules(
     output_ids: tuple[int, ...],
     stops: frozenset[int],
 ) -> None:
-    """Write ``request``'s rules and counts over whatever the row held; ``output_ids`` are all
-    tokens emitted so far, ``stops`` the tokens that end the answer."""
+    """Overwrite ``row`` with the rules and token counts of ``request``.
+
+    ``output_ids`` are all tokens emitted so far. ``stops`` are the tokens that end the output.
+    """
 
     def ids(tokens: Iterable[int]) -> Tensor:
         return torch.tensor(list(tokens), dtype=torch.int64)
@@ -85,11 +94,19 @@ def adjust(
     drafts_BN: Tensor,
     seen_BN: Tensor | None = None,
 ) -> Tensor:
-    """Logits [B, V] of the token after ``num_output_B`` emitted ones and ``drafts_BN``. If but
-    some of them are ``seen_BN``, their number is in ``num_output_B`` already.
+    """Return the adjusted logits [B, V] of one position.
 
-    Bias, then repetition (prompt and output), frequency and presence (output) penalties, as
-    vLLM has them; before ``min_tokens`` what would end the answer is -inf.
+    Adds the bias, then applies the repetition penalty (prompt and output tokens) and the frequency
+    and presence penalties (output tokens), as vLLM does. Before ``min_tokens``, tokens that end the
+    output get -inf.
+
+    Args:
+        logits_BV: Raw logits.
+        rules: Rules of the rows.
+        num_output_B: Number of emitted tokens before ``drafts_BN``. With ``seen_BN``, it includes
+            the drafts that ``seen_BN`` selects.
+        drafts_BN: Drafts.
+        seen_BN: True for drafts that precede the position. None if all do.
     """
     if seen_BN is None:
         seen_BN, num_output_B = torch.ones_like(drafts_BN), num_output_B + drafts_BN.shape[1]

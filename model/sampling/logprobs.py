@@ -1,6 +1,6 @@
 """Log probabilities of raw logits, before temperature, filters, bias and penalties.
 
-Shape legend: B rows, N places of each, K likeliest tokens, V vocabulary in X blocks.
+Shape legend: B rows, N positions of each, K most likely tokens, V vocabulary in X blocks.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,31 @@ from tandem.core.answer import TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """``chosen_BN`` are of the tokens themselves; ``top_BNK`` falls along K."""
+    """Log probabilities of the emitted tokens and of the most likely tokens.
+
+    Attributes:
+        chosen_BN: Log probability of each emitted token.
+        top_ids_BNK: Ids of the K most likely tokens.
+        top_BNK: Their log probabilities, in descending order.
+    """
 
     chosen_BN: Tensor
     top_ids_BNK: Tensor
     top_BNK: Tensor
 
     def of_row(self, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-        """The first ``num_tokens`` places of a row as they are told."""
+        """Return the first ``num_tokens`` positions of a row, with ``num_top`` tokens each."""
         columns = self.chosen_BN, self.top_ids_BNK[..., :num_top], self.top_BNK[..., :num_top]
         rows = zip(*(one[row, :num_tokens].tolist() for one in columns), strict=True)
         return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in rows)
 
 
 def raw_logprobs(logits_BNV: Tensor, tokens_BN: Tensor, num_top: int) -> LogprobRows:
-    """Log probabilities of ``tokens_BN`` and of the ``num_top`` likeliest tokens (0 is fine).
+    """Return the log probabilities of ``tokens_BN`` and of the ``num_top`` most likely tokens.
 
-    ``topk`` is slow over a vocabulary, and the largest are in those blocks whose maxima are.
+    ``num_top`` may be 0. ``topk`` over a whole vocabulary is slow. So take the ``num_top`` blocks
+    with the largest maxima, which contain the largest values, and then the top values within these
+    blocks.
     """
     log_p_BNV = logits_BNV.log_softmax(-1)
     chosen_BN = log_p_BNV.gather(-1, tokens_BN.unsqueeze(-1)).squeeze(-1)

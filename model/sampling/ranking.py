@@ -1,6 +1,6 @@
-"""What a drafter's distributions put into a tree: the likeliest tokens, or some drawn from them.
+"""Candidate tokens for draft trees: the most likely tokens, or tokens sampled without replacement.
 
-Shape legend: B rows, Q nodes of each, K ranks, V vocabulary.
+Shape legend: B rows, Q nodes of each, K candidates per node, V vocabulary.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,17 @@ _NODE_SHIFT = 32
 
 
 class TopCandidates(NamedTuple):
-    """The tokens [B, Q, K] that may follow each node, in their order, the logarithm of the share
-    that each has, and that of what its place in a tree is worth. ``q_BQV`` are the probabilities
-    that those of the rows ``drawn_B`` were drawn from, each time without those before; None if no
-    row's are drawn."""
+    """Tokens that may follow the nodes of a tree, in order of rank.
+
+    Attributes:
+        tokens_BQK: Candidate tokens of each node.
+        log_probs_BQK: Log probability of each candidate given its node.
+        scores_BQK: Logarithm of the value of each candidate's position in a tree; a tree keeps the
+            positions of the highest scores.
+        q_BQV: Distribution that the candidates of the rows ``drawn_B`` were sampled from, without
+            replacement. None if no row is sampled.
+        drawn_B: True for rows whose candidates were sampled. None if no row is sampled.
+    """
 
     tokens_BQK: Tensor
     log_probs_BQK: Tensor
@@ -28,7 +35,8 @@ class TopCandidates(NamedTuple):
     drawn_B: Tensor | None = None
 
     def where(self, rows_B: Tensor, other: "TopCandidates") -> "TopCandidates":
-        """This where ``rows_B`` is True, ``other`` elsewhere; one of them at most has drawn."""
+        """Return this result in the rows where ``rows_B`` is True, and ``other`` elsewhere. At most
+        one of the two may hold sampled candidates."""
         own_B, own = (rows_B, self) if self.drawn_B is not None else (~rows_B, other)
         drawn_B = None if own.drawn_B is None else own.drawn_B & own_B
         tokens, shares, worth = (
@@ -41,7 +49,7 @@ class TopCandidates(NamedTuple):
 def top_by_logits(
     adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
 ) -> TopCandidates:
-    """By logits alone."""
+    """Return the candidates with the largest logits."""
     shares, tokens = adjusted_BQV.log_softmax(-1).topk(num_candidates)
     shares = shares.nan_to_num(nan=LOG_ZERO, neginf=LOG_ZERO).clamp(max=0)
     return TopCandidates(tokens, shares, shares)
@@ -50,8 +58,11 @@ def top_by_logits(
 def top_by_target_noise(
     adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
 ) -> TopCandidates:
-    """Likely is to a sampled row what it would choose of these logits with its noise of that place:
-    the first is the draft of a chain, each other that if those before were ruled out."""
+    """Rank candidates by logits plus, in sampled rows, the noise that verification will use.
+
+    The first candidate of a node is the draft that a chain would have. Each later one is the token
+    that the main model would sample from these logits if the candidates before it were excluded.
+    """
     if not rows.all_greedy:
         index_BQ = num_output_B.unsqueeze(1) + nodes.depth_BQ
         log_p_BQV = rows.sampler.filtered_log_probs(adjusted_BQV, rows)
@@ -64,13 +75,16 @@ def top_by_target_noise(
 def draw_without_replacement(
     adjusted_BQV: Tensor, rows: SamplingRows, num_output_B: Tensor, nodes: Tree, num_candidates: int
 ) -> TopCandidates:
-    """Drawn from q, the filtered distribution, without replacement, as the largest of perturbed
-    logarithms are (Kool et al., arXiv 1903.06059).
+    """Sample candidates without replacement from q, the filtered distribution.
 
-    A place is worth what is known before its token is drawn: the share of the node, less those of
-    the tokens drawn before. Were it what the token tells, a tree of the best places would have
-    tokens that are no draws of q, and acceptance by p/q would not give p (spec §9). No node's noise
-    is another's, nor that of another step: the index is that of the step's first token.
+    They are the largest log probabilities after Gumbel perturbation (Kool et al., arXiv
+    1903.06059).
+
+    The score of a candidate is known before its token is sampled: the probability mass that the
+    candidates before it leave. If it depended on the token, the tree of the best scores would hold
+    tokens that are no samples of q. Acceptance by p/q would then not yield p. The noise is
+    independent between the nodes of a step, and between steps, whose index is that of their first
+    output token.
     """
     greedy = top_by_logits(adjusted_BQV, rows, num_output_B, nodes, num_candidates)
     if rows.all_greedy:

@@ -1,7 +1,10 @@
-"""Logits to tokens: pure functions of tensors, so that a sampled token depends on nothing but
-(checkpoint, request, seed, output index): not on batch, draft length, split or migration.
+"""Sampling of tokens from logits, as pure functions of tensors.
 
-Shape legend: B rows, N drafts before a place, N1 = N + 1 places, V vocabulary.
+With strict acceptance, a sampled token depends only on (checkpoint, request, seed, output index).
+It does not depend on the batch, the draft length, disaggregation or migration.
+
+Shape legend: B rows, Q positions of each, N drafts before a position, N1 = N + 1 positions, V
+vocabulary, X any axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,47 +19,53 @@ from tandem.model.network.tree import Tree, on_path
 from tandem.model.sampling.adjust import AdjustRows, adjust
 
 TARGET, DRAFT, COIN, RESIDUAL = range(4)
-"""Streams of noise, independent at the same (seed, output index); only rejection sampling has
-more than the first."""
+"""Noise streams, independent at the same (seed, output index). Only rejection sampling uses other
+streams than TARGET."""
 _MASK = 0xFFFFFFFF
 _STREAM_SHIFT = 30
 
 
 class Sampler:
-    """How a device draws; here in terms of torch, for any (model/kernels)."""
+    """Sampling operations of a device. This class is the torch implementation for any device; those
+    of model/kernels derive from it."""
 
     adjust: Callable[..., Tensor] = staticmethod(adjust)
-    """Logits [B, V] by the rules of their rows, as adjust.py says."""
+    """Logits [B, V] after the rules of their rows (adjust.py)."""
 
     def argmax_tokens(self, adjusted_XV: Tensor) -> Tensor:
-        """The token with the largest logit, the first among equals: ids [X]; X any axes."""
+        """Return the ids [X] of the tokens with the largest logits; the first one among equals."""
         return adjusted_XV.argmax(-1)
 
     def are_finite(self, adjusted_XV: Tensor) -> Tensor:
-        """Return whether the largest logit of each place is a finite number and none is NaN:
-        bool [X]; X any axes. A token may be forbidden (-inf), not all of them."""
+        """Return whether the largest logit of each position is finite and no logit is NaN: bool
+        [X].
+
+        Single tokens may be forbidden (-inf), but not all of them.
+        """
         return adjusted_XV.amax(-1).abs() < float("inf")
 
     def sample_tokens(
         self, adjusted_BQV: Tensor, rows: "SamplingRows", output_index_BQ: Tensor
     ) -> Tensor:
-        """`draw` at Q places of rows of which some are sampled: token ids [B, Q]."""
+        """Return the token ids [B, Q] that ``draw`` chooses, in batches with at least one sampled
+        row."""
         kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)
         drawn_BQ, greedy_BQ = sample(kept_BQV, seed_B1, output_index_BQ), adjusted_BQV.argmax(-1)
         return torch.where(rows.temperature_B.unsqueeze(1) > 0, drawn_BQ, greedy_BQ)
 
     def filtered_log_probs(self, logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
-        """log p [B, Q, V] of what is left after temperature and filters, -inf for the others."""
+        """Return log p [B, Q, V] after temperature and filters; -inf for tokens that were filtered
+        out."""
         return _kept_logits(logits_BQV, rows).log_softmax(-1)
 
 
 def _kept_logits(logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
-    """Logits [B, Q, V] by temperature, below the largest one, after top-k, top-p and min-p in this
-    order; -inf where filtered out.
+    """Return the logits [B, Q, V] after temperature, top-k, top-p and min-p, in this order.
 
-    top-p keeps the smallest set of best tokens whose mass reaches p; min-p keeps tokens of at
-    least min_p times the best token's probability. The best token always stays, and the first among
-    equals is the better one. Masses are summed in fp64.
+    The row maximum is subtracted; filtered tokens are -inf. Top-p keeps the smallest set of best
+    tokens whose mass reaches p. Min-p keeps tokens of at least min_p times the best token's
+    probability. The best token always stays. Among equal logits the lower id ranks first. Masses
+    are summed in fp64.
     """
     columns = rows.temperature_B, rows.top_k_B, rows.top_p_B.double(), rows.min_p_B.double()
     temperature, top_k, top_p, min_p = (one.view(-1, 1, 1) for one in columns)
@@ -78,10 +87,18 @@ TORCH_SAMPLER = Sampler()
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Sampling settings of B rows. ``seed_B`` int64; ``top_k_B`` 0 is off.
+    """Sampling settings of B rows.
 
-    ``all_greedy`` is known on the host and skips the noise altogether; so is ``rules`` None,
-    which no row adjusts its logits with.
+    Attributes:
+        temperature_B: Temperature; 0 is greedy.
+        top_k_B: Number of tokens that top-k keeps; 0 is off.
+        top_p_B: Probability mass that top-p keeps; 1 is off.
+        min_p_B: Minimum probability relative to the best token; 0 is off.
+        seed_B: Seeds, int64.
+        all_greedy: True if all rows have temperature 0. Known on the host, it skips the noise
+            altogether.
+        rules: Logit rules; None skips them if no row has any.
+        sampler: Sampling operations of the device.
     """
 
     temperature_B: Tensor
@@ -101,8 +118,8 @@ class SamplingRows:
         rules: AdjustRows | None = None,
         sampler: Sampler = TORCH_SAMPLER,
     ) -> "SamplingRows":
-        """The settings of several requests, one row each; seeds are given by now. ``rules`` may
-        be on the host still."""
+        """Build one row per request and upload it. Seeds must be set; ``rules`` may still be on the
+        host."""
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
             return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
@@ -123,18 +140,21 @@ class SamplingRows:
 def apply_rules(
     logits_BV: Tensor, rows: SamplingRows, num_output_B: Tensor, drafts_BN: Tensor
 ) -> Tensor:
-    """Logits [B, V] after the rows' rules, if any has some, of the token that comes after
-    ``num_output_B`` emitted ones and ``drafts_BN`` (N may be 0)."""
+    """Apply the rows' logit rules, if any, and return the logits [B, V].
+
+    The position follows ``num_output_B`` emitted tokens and ``drafts_BN`` (N may be 0).
+    """
     if rows.rules is None:
         return logits_BV
     return rows.sampler.adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:
-    """Token ids [B]: argmax for temperature 0, else that of what filters leave with Gumbel noise.
+    """Choose token ids [B]: argmax for temperature 0, otherwise a sample of the filtered
+    distribution.
 
-    That draws exactly from p (design.md, Sampling), and noise is a function of (seed, output index,
-    token id) alone.
+    Adding Gumbel noise and taking the argmax samples exactly from p. The noise is a function of
+    (seed, output index, token id) alone.
     """
     if rows.all_greedy:
         return rows.sampler.argmax_tokens(adjusted_BV)
@@ -150,8 +170,10 @@ def apply_rules_at_places(
     drafts_BN: Tensor,
     tree: Tree | None = None,
 ) -> Tensor:
-    """``apply_rules`` at every place of a chain or node of a tree [B, N+1, V], given the drafts
-    before it."""
+    """Apply the logit rules at every position of a chain or node of a tree: [B, N1, V].
+
+    At each position, the drafts before it count as output.
+    """
     if rows.rules is None:
         return logits_BN1V
     places, own = logits_BN1V.unbind(1), rows.sampler.adjust
@@ -167,8 +189,8 @@ def apply_rules_at_places(
 def draw_at_places(
     adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, tree: Tree | None = None
 ) -> Tensor:
-    """``draw`` at every place of a chain or node of a tree [B, N+1]: its noise is that of its
-    depth."""
+    """Choose a token at every position of a chain or node of a tree: [B, N1]. A node uses the noise
+    of its depth."""
     if rows.all_greedy:
         return rows.sampler.argmax_tokens(adjusted_BN1V)
     num_places, device = adjusted_BN1V.shape[1], num_output_B.device
@@ -177,31 +199,37 @@ def draw_at_places(
 
 
 def sample(log_p: Tensor, seed: Tensor, output_index: Tensor, stream: int = TARGET) -> Tensor:
-    """Token ids drawn from ``log_p`` [.., V], which need not be normalised."""
+    """Sample token ids from ``log_p`` [.., V], which need not be normalised."""
     return (log_p + gumbel(seed, output_index, log_p.shape[-1], stream)).argmax(-1)
 
 
 def gumbel(seed: Tensor, output_index: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:
-    """Standard Gumbel noise [.., V] fp32 from a counter-based hash, the same on any device; seeds
-    and indices broadcast."""
+    """Return standard Gumbel noise [.., V] in fp32.
+
+    The noise comes from a counter-based hash and is the same on all devices. Seeds and indices
+    broadcast.
+    """
     token_V = torch.arange(vocab_size, device=seed.device, dtype=torch.int64)
     key = _key(seed, output_index, stream).unsqueeze(-1)
     return -torch.log(-torch.log1p(-_unit(key, token_V))).float()
 
 
 def uniform(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
-    """Numbers in (0, 1), never 0 or 1, fp64, from the same hash; shapes broadcast."""
+    """Return fp64 numbers strictly between 0 and 1 from the same hash as ``gumbel``; shapes
+    broadcast."""
     key = _key(seed, output_index, stream)
     return _unit(key, torch.zeros_like(key))
 
 
 def _key(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
-    """The stream takes the two bits above any output index."""
+    """Hash (seed, output index, stream). The stream takes bits 30 and 31, above any output
+    index."""
     place = output_index ^ (stream << _STREAM_SHIFT)
     return _mix(_mix(_mix(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (place & _MASK))
 
 
 def _unit(key: Tensor, counter: Tensor) -> Tensor:
+    """Hash a counter to an fp64 number strictly between 0 and 1."""
     return (_mix(_mix(key ^ counter) ^ (key >> 16)).double() + 0.5) / (_MASK + 1)
 
 

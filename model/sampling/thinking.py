@@ -1,6 +1,7 @@
-"""Whether each place of a step is inside the thinking part of its answer (text/think.py).
+"""Thinking phase at each position of a step: whether the position is in the thinking part of the
+output (text/think.py).
 
-Shape legend: B rows, N drafts, Q = N + 1 nodes, M tokens a step can emit at most.
+Shape legend: B rows, N drafts, Q = N + 1 nodes, M tokens that a step can emit at most.
 """
 
 import torch
@@ -15,7 +16,7 @@ _NO_TOKEN = -1
 def thinking_before(
     thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds | None, tree: Tree | None = None
 ) -> Tensor:
-    """The phase [B, N] of each draft's place, where it is to come; ``thinking_B`` is that of the
+    """Return the phase [B, N] at the position of each draft. ``thinking_B`` is the phase of the
     first."""
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
@@ -27,7 +28,7 @@ def thinking_before(
 def phase_after(
     thinking_B: Tensor, tokens_BM: Tensor, num_emitted_B: Tensor, think_ids: ThinkIds | None
 ) -> Tensor:
-    """The phase [B] after the first ``num_emitted_B`` of ``tokens_BM``."""
+    """Return the phase [B] after the first ``num_emitted_B`` of ``tokens_BM``."""
     if think_ids is None:
         return thinking_B
     place_M = torch.arange(tokens_BM.shape[1], device=tokens_BM.device)
@@ -36,8 +37,11 @@ def phase_after(
 
 
 def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tree: Tree) -> Tensor:
-    """Of each draft's parent: whatever of the two came last on its path, or else ``thinking_B``.
-    Later nodes of a path have higher numbers."""
+    """Return the phase after each draft's parent.
+
+    The last think token on the path decides, or ``thinking_B`` if there is none. Later nodes of a
+    path have higher numbers.
+    """
     begin, end = think_ids
     bits_BN = tree.bits_BQ.gather(1, tree.parent_BQ[:, 1:])
     is_on_BNN = on_path(bits_BN, drafts_BN.shape[1])
@@ -51,7 +55,7 @@ def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tre
 
 
 def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:
-    """Before the tokens, and after each of them."""
+    """Return the phase before the first token and after each of the M tokens: M + 1 masks [B]."""
     begin, end = think_ids
     begins_BM, stays_BM = tokens_BM == begin, tokens_BM != end
     phases = [thinking_B]
