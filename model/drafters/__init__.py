@@ -1,4 +1,4 @@
-"""Drafters by name, each in a file of its own, or anybody's by the path of its class."""
+"""Drafters by name, and user-defined drafters by the path of their class."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +16,8 @@ from tandem.model.network.deepseek import DeepseekV3
 NONE, NGRAM = "none", "ngram"
 MERGED_PREFIX, NOT_MERGEABLE = f"{NGRAM}+", (NGRAM, "self")
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
+"""Creates a drafter from a checkpoint, its loaded main model and the speculation settings. The
+drafter may share the main model's embedding and head."""
 CHAIN_DRAFTERS = {
     MTP: "tandem.model.drafters.mtp:MtpDrafter",
     "medusa": "tandem.model.drafters.medusa:MedusaDrafter",
@@ -32,18 +34,20 @@ TREE_DRAFTERS = CHAIN_DRAFTERS | {
     "draft_model": "tandem.model.drafters.draft_model:ModelTreeDrafter",
 }
 MULTI_LAYER_DRAFTERS = CHAIN_DRAFTERS | {MTP: "tandem.model.drafters.mtp_vanilla:VanillaDrafter"}
-"""Whose ``load`` makes them of a checkpoint, its loaded main model, whose embedding and head they
-may share, and what is asked of them: chains, trees, chains of several MTP layers."""
+"""Drafters by name, as ``module:Class``: for chains, for trees, and for chains with two or more MTP
+layers."""
 
 
 def create_drafter(
     spec_config: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3
 ) -> Drafter:
-    """The drafter asked for; auto is MTP where the checkpoint has it, else none.
+    """Create the drafter named by ``speculation.drafter``; auto is MTP if the checkpoint has it,
+    else none.
 
-    Raises ValueError for an unknown name or a class that is not there, for MTP on a checkpoint
-    without that layer, for trees of who drafts chains, and for whatever is wrong with the drafter's
-    weights.
+    Raises:
+        ValueError: The name is unknown, the class cannot be imported, or the drafter's weights are
+            unusable. Also for MTP on a checkpoint without an MTP layer, and for trees with a
+            drafter of chains.
     """
     num_layers = num_mtp_layers(checkpoint.files, checkpoint.config)
     name = spec_config.drafter if spec_config.max_depth else NONE
@@ -75,7 +79,7 @@ def create_drafter(
 def _create_merged(
     spec_config: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3
 ) -> MergedDrafter:
-    """Chains of n-grams and of one other."""
+    """Create a drafter that merges the chains of n-grams and of one other drafter."""
     other = spec_config.drafter.removeprefix(MERGED_PREFIX)
     may = ", ".join(
         f"{MERGED_PREFIX}{name}" for name in CHAIN_DRAFTERS if name not in NOT_MERGEABLE
@@ -97,7 +101,11 @@ def _create_merged(
 
 
 def _load(path: str) -> Loader:
-    """Whatever a module of strangers raises is told."""
+    """Return the function that creates the drafter at ``path``.
+
+    A class that is no ``Drafter`` but has ``draft`` becomes a ``UserDrafter``. Whatever the import
+    of its module raises becomes a ValueError.
+    """
     module, _, name = path.partition(":")
     try:
         found = getattr(import_module(module), name)

@@ -1,7 +1,7 @@
-"""A beam over any drafter's predictions: pure functions.
+"""Beam search over the predictions of any drafter, as pure functions.
 
-Candidates are numbered in the order in which they were found, from 1; 0 is the last known token.
-Shape legend: B rows, K nodes of the beam, M nodes of all beams so far, R ranks, C = K * R
+Candidates are numbered from 1 in the order in which they were found; 0 is the last known token.
+Shape legend: B rows, K nodes of the beam, M nodes of all beams so far, R tokens per node. C = K * R
 candidates, N drafts, D hidden, V vocabulary.
 """
 
@@ -17,9 +17,17 @@ from tandem.model.sampling.ranking import TopCandidates
 
 
 class Candidates(NamedTuple):
-    """Tokens [B, C], the number of the candidate that each comes after, the logarithm of the share
-    that its path has of all, and of what its place is worth (model/sampling/ranking.py). ``q_BKV``
-    are what those that come after each node of the beam were drawn from, if some were."""
+    """Candidates for the draft tree: R tokens after each node of a beam.
+
+    Attributes:
+        tokens_BC: Candidate tokens.
+        parents_BC: Number of the candidate that each one follows.
+        log_probs_BC: Log probability of the path that ends with each candidate.
+        scores_BC: Score of each candidate's position (model/sampling/ranking.py), at most that of
+            its parent.
+        q_BKV: Distribution that the candidates after each node were sampled from. None if none
+            were.
+    """
 
     tokens_BC: Tensor
     parents_BC: Tensor
@@ -29,8 +37,16 @@ class Candidates(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """The nodes that are drafted on from. ``nodes`` are their places in the tree whose drafts are
-    ``drafts_BM``, these themselves last."""
+    """Nodes that are expanded in the next pass.
+
+    Attributes:
+        numbers_BK: Candidate number of each node.
+        log_probs_BK: Log probability of the path to each node.
+        scores_BK: Score of each node.
+        hidden_BKD: Hidden state that predicts the tokens after each node.
+        drafts_BM: Tokens of all beams so far, those of this beam last.
+        nodes: Position of each node in the tree of ``drafts_BM``.
+    """
 
     numbers_BK: Tensor
     log_probs_BK: Tensor
@@ -41,7 +57,7 @@ class Beam(NamedTuple):
 
 
 def root_beam(hidden_BD: Tensor) -> Beam:
-    """The last known token alone."""
+    """Return the beam that holds the last known token alone."""
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
     nodes = Tree(none_B1, none_B1, none_B1 + 1, 0)
@@ -50,7 +66,7 @@ def root_beam(hidden_BD: Tensor) -> Beam:
 
 
 def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
-    """What may come after the beam. No place is worth more than that of what it comes after."""
+    """Return the candidates after each node. No candidate scores higher than its parent."""
     parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(top.tokens_BQK)
     log_probs_BK1, scores_BK1 = beam.log_probs_BK.unsqueeze(2), beam.scores_BK.unsqueeze(2)
     scores_BKR = (log_probs_BK1 + top.scores_BQK).minimum(scores_BK1)
@@ -60,7 +76,8 @@ def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
 
 
 def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
-    """The best of those found last, with the hidden states of what they come after."""
+    """Return the beam of the best candidates of the last expansion. ``hidden_BKD`` still holds the
+    hidden states of their parents."""
     last, num_candidates = (
         candidates[-1],
         candidates[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1],
@@ -87,8 +104,11 @@ def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
 
 
 def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
-    """The best of all, as a tree: no candidate is worth more than what it comes after, which was
-    found before it."""
+    """Return the ``num_nodes`` best candidates as a tree.
+
+    Parents come before children: no candidate scores higher than its parent, which was found
+    earlier.
+    """
     tokens_BC, parents_BC, scores_BC = (
         torch.cat([getattr(one, name) for one in candidates], 1)
         for name in ("tokens_BC", "parents_BC", "scores_BC")
@@ -102,7 +122,7 @@ def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
 
 
 def _drawn_from(candidates: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:
-    """What each of the best was drawn from [B, N, V]."""
+    """Return the distribution [B, N, V] that each draft was sampled from, None if none was."""
     many = [one.q_BKV for one in candidates if one.q_BKV is not None]
     if not many:
         return None

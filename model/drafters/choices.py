@@ -1,5 +1,8 @@
-"""Static trees as the paths of their nodes: (0, 2) is the third likeliest token of the second head
-behind the likeliest of the first. Plain Python."""
+"""Static trees as the paths of their nodes, in plain Python.
+
+Path (0, 2) is the third most likely token of the second head, after the most likely token of the
+first head.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,8 +18,10 @@ _PATHS = TypeAdapter(list[Annotated[tuple[_Rank, ...], Field(min_length=1)]])
 
 
 def read_choices(file: Path) -> tuple[Choice, ...]:
-    """Of a JSON file with a list of lists, in an order in which no path comes before its prefix.
-    Raises ValueError naming file, path and remedy."""
+    """Read the paths of a JSON file with a list of lists, each path after its prefix.
+
+    Raises ValueError naming file, path and remedy.
+    """
     try:
         return with_prefixes(_PATHS.validate_json(file.read_bytes()))
     except ValidationError as error:
@@ -31,8 +36,10 @@ def read_choices(file: Path) -> tuple[Choice, ...]:
 
 
 def with_prefixes(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Each once, as they come, but for those that come before their prefix. Raises ValueError for
-    one whose prefix is not there."""
+    """Return each path once, in the given order, but every prefix before the paths that extend it.
+
+    Raises ValueError for a path whose prefix is missing.
+    """
     known = set(choices)
     if hole := next((path for path in choices if path[:-1] and path[:-1] not in known), None):
         raise ValueError(f"{[*hole]} has no {[*hole[:-1]]} before it; add that")
@@ -41,7 +48,8 @@ def with_prefixes(choices: Sequence[Choice]) -> tuple[Choice, ...]:
 
 
 def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
-    """The node that each comes after, by its number from 1 on; 0 is the last known token."""
+    """Return the parent of each path's node. Nodes are numbered from 1; 0 is the last known
+    token."""
     number: dict[Choice, int] = {(): 0}
     for path in choices:
         number[path] = len(number)
@@ -49,7 +57,7 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
 
 
 def sibling_orders(choices: Iterable[Choice]) -> list[int]:
-    """How many there are of each one's siblings that come before it."""
+    """Return how many siblings come before each path."""
     seen: Counter[Choice] = Counter()
     orders = []
     for path in choices:

@@ -1,7 +1,8 @@
-"""A second model of the served family that drafts, with a cache of its own; it needs nothing of the
-main model but its tokens (Leviathan et al., arXiv 2211.17192).
+"""A second, smaller model of the same family as a drafter (Leviathan et al., arXiv 2211.17192).
 
-Shape legend: B rows, A pending tokens that pass 1 catches up with, D hidden.
+It has its own cache and needs nothing of the main model except its tokens.
+
+Shape legend: B rows, A pending tokens that pass 1 catches up with, X rows of a pass, D hidden.
 """
 
 from collections.abc import Sequence
@@ -37,8 +38,11 @@ _IGNORED_SECTIONS = "truncation", "padding"
 
 
 class ModelDrafter(MtpDrafter):
-    """Passes and rows are those of MTP, but that an entry depends on no later token and that pass 1
-    goes through all layers. All its experts are on every rank, so no rank waits for another."""
+    """A draft model with the passes and rows of ``MtpDrafter``.
+
+    A cache entry depends on no later token, and pass 1 runs all layers. Every rank holds all
+    experts of the draft model, so drafting needs no collectives.
+    """
 
     group = name = NAME
     lag = 0
@@ -52,7 +56,11 @@ class ModelDrafter(MtpDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """Raises ValueError for a folder without a model of this family and tokenizer."""
+        """Load the model from ``speculation.draft_model_path``.
+
+        Raises ValueError if that folder has no model of this family with the main model's
+        tokenizer.
+        """
         if (path := spec_config.draft_model_path) is None:
             raise ValueError(
                 "speculation.draft_model_path: is null; name the folder of the draft model"
@@ -84,7 +92,8 @@ class ModelDrafter(MtpDrafter):
     def init_state(
         self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
-        """The prompt's entries are all there, whatever is known of its hidden states."""
+        """Create the state of one row. Every prompt token has its entry, because entries do not
+        depend on the main model's features."""
         return super().init_state(text, features_F, True, max_depth)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
@@ -93,7 +102,7 @@ class ModelDrafter(MtpDrafter):
     def forward(
         self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
-        """What the head reads [X, D], of tokens alone."""
+        """Return the hidden states [X, D] before the head. ``hidden_XD`` is ignored."""
         hidden_BQD: Tensor = self._network(batch, {MAIN: caches[NAME]})
         return hidden_BQD.flatten(0, 1)
 
@@ -114,16 +123,18 @@ class ModelDrafter(MtpDrafter):
 
 
 class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
-    """Trees of a beam; its children are the model's likeliest, or those that noise prefers."""
+    """Draft trees from a beam over the draft model's predictions."""
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
-        """Entries lie a slot further than MTP's."""
+        """Return the shapes of ``MtpTreeDrafter`` with one more slot: entries lie one slot further
+        than those of MTP."""
         found = super().draft_shapes(max_depth)
         return tuple(replace(one, num_draft_slots=one.num_draft_slots + 1) for one in found)
 
 
 def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Token by token the same text, or every draft is another word."""
+    """Raise ValueError unless both models have the same tokenizer, so that token ids mean the same
+    text."""
     if config.vocab_size != checkpoint.config.vocab_size:
         raise ValueError(
             f"speculation.draft_model_path={str(path)!r}: has {config.vocab_size} tokens, the "

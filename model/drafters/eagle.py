@@ -1,5 +1,5 @@
-"""EAGLE-1, -2 and -3 as drafters: chains, or with ``max_tree_nodes`` the likeliest nodes of a
-beam."""
+"""EAGLE-1, EAGLE-2 and EAGLE-3 as drafters: chains, or trees from a beam with
+``max_tree_nodes``."""
 
 import re
 from pathlib import Path
@@ -24,11 +24,12 @@ WEIGHTS = "model.safetensors", "pytorch_model.bin"
 EAGLE = "eagle"
 _LAYER = re.compile(r"^(model\.)?(layers\.0\.)?")
 _OUTPUT_PREFIXES = "midlayer.mlp.", "lm_head."
-"""What nobody has a use for who never drafts."""
+"""Name prefixes of tensors that a rank does not need if it never drafts."""
 
 
 class EagleDrafter(MtpDrafter):
-    """Passes and rows are those of MTP: its layer pairs a token with the features before it."""
+    """An EAGLE head with the passes and rows of ``MtpDrafter``. Each row pairs a token with the
+    features of the token before it."""
 
     group = name = EAGLE
     layer_class: type[EagleLayer] = EagleLayer
@@ -46,7 +47,10 @@ class EagleDrafter(MtpDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """Raises ValueError for a folder without a head of this model."""
+        """Load the head from ``speculation.draft_model_path``.
+
+        Raises ValueError if that folder has no head for this model.
+        """
         if spec_config.draft_model_path is None:
             raise ValueError(
                 f"speculation.draft_model_path: is null; name the folder of the {cls.name} head"
@@ -88,23 +92,30 @@ class EagleDrafter(MtpDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
+    """EAGLE-3 (arXiv 2503.01840), chains."""
+
     name = "eagle3"
     layer_class = Eagle3Layer
 
 
 class EagleTreeDrafter(MtpTreeDrafter, EagleDrafter):
-    """EAGLE-2 (arXiv 2406.16858)."""
+    """EAGLE-2 (arXiv 2406.16858): trees from an EAGLE-1 head."""
 
 
 class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
-    """EAGLE-3 with EAGLE-2's trees."""
+    """EAGLE-3 heads with the trees of EAGLE-2."""
 
 
 def logit_columns(
     file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, raw_config: RawEagleConfig
 ) -> Tensor:
-    """Where each token's logit stands among the head's U, or U. ``d2t`` are the tokens of outputs,
-    less the outputs' own numbers. Raises ValueError for one that is not in the vocabulary."""
+    """Return the index of each token's logit among the head's U outputs; U if the head lacks the
+    token.
+
+    ``d2t_U[u]`` is the token of output u minus u, and ``t2d_V`` is True for tokens with an output.
+    Raises ValueError if ``d2t_U`` has the wrong length, names a token outside the vocabulary or
+    contradicts ``t2d_V``.
+    """
     num = 0 if d2t_U is None else len(d2t_U)
     num_outputs, vocab_size = raw_config.num_outputs, raw_config.vocab_size
     if d2t_U is None or num != num_outputs:
@@ -124,6 +135,6 @@ def logit_columns(
 
 
 def _author_name(name: str) -> str:
-    """As EAGLE-3's authors say it."""
+    """Return the name that EAGLE-3's authors give a tensor."""
     name = _LAYER.sub(lambda find_file: "midlayer." if find_file[2] else "", name)
     return name.replace("fc.bias", "fc_bias")

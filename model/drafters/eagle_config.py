@@ -1,5 +1,5 @@
-"""What a folder says of its EAGLE head: config.json as the authors, SpecForge and speculators write
-it, beside that of the model it drafts for."""
+"""The config.json of an EAGLE head, as written by the authors, SpecForge or speculators. It is
+completed from the config of the main model."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,23 +29,25 @@ _ONLY_VALUES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_aux_hidden_state": True,
 }
-"""The only value that is implemented of each of these."""
+"""The one implemented value of each of these keys."""
 _HARMLESS = (
-    # Which names tensors have, and which there are, says the same:
-    # SafeAILab/EAGLE, eagle/train; vllm-project/speculators, src/speculators/models/eagle.py.
+    # Redundant, because the tensor names already determine them:
+    # https://github.com/SafeAILab/EAGLE/tree/main/eagle/train
+    # https://github.com/vllm-project/speculators/blob/main/src/speculators/models/eagle.py
     *("bias", "fusion_bias", "transformer_layer_architecture"),
-    # Of training and bookkeeping: vllm-project/speculators, src/speculators/config.py and
-    # models/eagle3/config.py.
+    # For training and bookkeeping:
+    # https://github.com/vllm-project/speculators/blob/main/src/speculators/config.py
+    # https://github.com/vllm-project/speculators/blob/main/src/speculators/models/eagle3/config.py
     *("embed_requires_grad", "enable_sp_ulysses", "has_no_defaults_at_init"),
     *("speculators_config", "speculators_version"),
-    # Counts only beside use_sliding_window: sgl-project/SpecForge, configs.
+    # Only used together with use_sliding_window: sgl-project/SpecForge, configs.
     "max_window_layers",
 )
-"""Keys that change nothing in a head, beside those of checkpoints."""
+"""Keys that change nothing in a head, in addition to those of checkpoints."""
 
 
 class RawEagleConfig(BaseModel):
-    """Fields that config.json is read for, some only to refuse what is not implemented."""
+    """Fields of config.json that are read; some only to reject values that are not implemented."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -67,22 +69,29 @@ class RawEagleConfig(BaseModel):
 
     @property
     def num_kv_heads(self) -> int:
-        """0 where attention is over latents."""
+        """Number of key-value heads; 0 for MLA."""
         return 0 if self.kv_lora_rank else self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_width(self) -> int:
+        """Values per attention head."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def num_outputs(self) -> int:
+        """Number of tokens that the head predicts, the draft vocabulary."""
         return self.draft_vocab_size or self.vocab_size
 
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """``model`` is the main model's config with the head's own norms, angles and latents. ``taps``
-    are the layers of the main model whose input are its features; none: the last hidden states."""
+    """Configuration of an EAGLE head for one main model.
+
+    Attributes:
+        raw_config: The head's config.json.
+        model: The main model's config with the head's own norms, RoPE and MLA dimensions.
+        taps: Layers of the main model whose inputs are the features. (): its last hidden state.
+    """
 
     raw_config: RawEagleConfig
     model: ModelConfig
@@ -90,7 +99,7 @@ class EagleConfig:
 
     @property
     def width(self) -> int:
-        """Values of a cache entry."""
+        """Number of values in a cache entry."""
         return (
             2 * self.raw_config.num_kv_heads * self.raw_config.head_width or self.model.latent_dim
         )
@@ -99,8 +108,17 @@ class EagleConfig:
 def read_config(
     folder: Path, main: Path, has_taps: bool, ignored: tuple[str, ...] = ()
 ) -> EagleConfig:
-    """Of the head in ``folder`` for the checkpoint ``main``; ``ignored`` is
-    ``model.ignore_config_keys``. Raises ValueError with file, key, value and remedy."""
+    """Read the config of the head in ``folder`` for the checkpoint in ``main``.
+
+    Args:
+        folder: Folder of the head.
+        main: Folder of the main model's checkpoint.
+        has_taps: Whether the features are inputs of several layers (EAGLE-3).
+        ignored: Keys to ignore, ``model.ignore_config_keys``.
+
+    Raises:
+        ValueError: Naming file, key, value and remedy.
+    """
     file, main_config = folder / CONFIG, read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(
@@ -168,8 +186,8 @@ def _check(file: Path, raw_config: RawEagleConfig, main_config: dict[str, Any]) 
 
 
 def _known_keys() -> set[str]:
-    """Return the keys that a head's config.json may have: those that are read or harmless, and
-    those of a checkpoint whose MLA and experts a head's tensors would have to have."""
+    """Return the keys that a head's config.json may have. These are keys that are read or harmless,
+    and those of checkpoints: a head's tensors must match the MLA and experts that they describe."""
     of_checkpoint = {key for key in USED_KEYS if not key.startswith(QUANTIZATION)}
     return of_checkpoint.union(
         RawEagleConfig.model_fields, _NESTED_SECTIONS, _ONLY_VALUES, _HARMLESS

@@ -1,8 +1,8 @@
-"""EAGLE's heads: one layer over embeddings and features of the main model (EAGLE-1, arXiv
-2401.15077; EAGLE-3, arXiv 2503.01840; spec §7). Parameters carry the authors' names.
+"""The layer of an EAGLE head, over embeddings and features of the main model (EAGLE-1, arXiv
+2401.15077; EAGLE-3, arXiv 2503.01840). Parameters have the authors' names.
 
-Shape legend: X rows, D hidden, F = taps x D features, H heads, G of them with keys and values of
-their own, K head width, V vocabulary, U draft vocabulary.
+Shape legend: X rows, D hidden, F = D features per tap, H heads, K head width. G heads with keys and
+values, L values of an entry, V vocabulary, U draft vocabulary.
 """
 
 import torch
@@ -17,7 +17,8 @@ from tandem.model.network.mla import MLA
 
 
 class GroupedAttention(KernelModule):
-    """Llama's. The cached entry of a token is [rotated keys, values] of G heads."""
+    """Grouped-query attention as in Llama. A token's cache entry is [rotated keys, values] of G
+    heads."""
 
     def __init__(self, config: EagleConfig, dim_in: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class GroupedAttention(KernelModule):
         del self.k_proj, self.v_proj
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """Attention output [X, D]; writes this pass's entries."""
+        """Return the attention output [X, D]; writes the cache entries of this pass."""
         self.write_cache(x_XD, batch, cache, angles)
         q_XHK = self.q_proj(x_XD).unflatten(1, (self._num_heads, -1))
         attn = self._attention(batch, cache, angles)
@@ -56,7 +57,10 @@ class GroupedAttention(KernelModule):
 
 
 class MidLayer(nn.Module):
-    """Attention over ``dim_in`` values, and a dense MLP; EAGLE-3's has two norms before them."""
+    """Attention over ``dim_in`` values, then a dense MLP. EAGLE-3 adds two norms before them.
+
+    ``mlp`` is None on ranks that only write cache entries.
+    """
 
     def __init__(self, config: EagleConfig, dim_in: int, has_norms: bool) -> None:
         super().__init__()
@@ -71,7 +75,8 @@ class MidLayer(nn.Module):
     def forward(
         self, x_XD: Tensor, before_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin
     ) -> Tensor:
-        """What attention makes of ``x`` and then MLP of the sum, added to what was before."""
+        """Return s + mlp(norm(s)), where s is ``before_XD`` plus the attention output of
+        ``x_XD``."""
         attended_XD = self.self_attn(x_XD, batch, cache, angles)
         before_XD, normed_XD = self.post_attention_layernorm.add(before_XD, attended_XD)
         assert self.mlp is not None, "who writes entries alone has no MLP"
@@ -80,14 +85,22 @@ class MidLayer(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """EAGLE-1: fc(embedding, feature), whose sum with attention and MLP is a feature again.
-    ``tensor_names`` are the tensors that its file has. A head of its own may know but some tokens:
-    ``column_V`` is where each one's logit stands, U for those that it does not know."""
+    """The EAGLE-1 layer: fc(embedding, feature), then attention and MLP, which yield the next
+    feature.
+
+    Attributes:
+        embed_tokens: The head's own embedding; None: the main model's.
+        lm_head: The head's own output matrix; None: the main model's.
+        column_V: Index of each token's logit among the U outputs of ``lm_head``. U for tokens
+            outside the draft vocabulary. None if both vocabularies are the same.
+    """
 
     input_width_factor, has_norms = 1, False
-    """How wide what attention reads is, in hidden sizes."""
+    """Width of the attention's input, in hidden sizes, and whether ``MidLayer`` has EAGLE-3's
+    norms."""
 
     def __init__(self, config: EagleConfig, tensor_names: set[str]) -> None:
+        """Create the parameters; ``tensor_names`` are the tensors in the head's file."""
         super().__init__()
         model, dim = config.model, config.model.hidden_size
         self.config = config
@@ -102,25 +115,27 @@ class EagleLayer(nn.Module):
         self.column_V: Tensor | None = None
 
     def project_inputs(self, embedding_XD: Tensor, features_XF: Tensor) -> Tensor:
-        """What goes through the layer: embedding first."""
+        """Return the input of the layer. The embedding comes first in the concatenation."""
         z_XD: Tensor = self.fc(torch.cat((embedding_XD, features_XF), -1))
         return z_XD if self.fc_bias is None else z_XD + self.fc_bias
 
     def attention_inputs(self, z_XD: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads, and what it adds to."""
+        """Return the input of the attention and the residual that its output is added to."""
         return z_XD, z_XD
 
     def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
-        """Cache entries alone."""
+        """Write cache entries without computing an output."""
         self.midlayer.self_attn.write_cache(self.attention_inputs(z_XD)[0], batch, cache, angles)
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """What predicts the next token, and stands for its feature [X, D]."""
+        """Return the hidden state [X, D] that predicts the next token and stands for its
+        feature."""
         hidden_XD: Tensor = self.midlayer(*self.attention_inputs(z_XD), batch, cache, angles)
         return hidden_XD
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:
-        """Raw fp32 logits [X, V] by its own head, if it has one, or else the ``shared`` one."""
+        """Return raw fp32 logits [X, V] of the head's own output matrix, or of ``shared`` if it has
+        none."""
         logits_XU: Tensor = (self.lm_head or shared)(hidden_XD, in_fp32=True)
         if self.column_V is None:
             return logits_XU
@@ -128,8 +143,8 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(EagleLayer):
-    """Features of several layers become one by fc, and only those; what it makes itself goes in as
-    it is."""
+    """The EAGLE-3 layer: fc reduces the features of several layers to one. The layer's own output
+    is fed back without fc."""
 
     input_width_factor, has_norms = 2, True
 

@@ -1,4 +1,5 @@
-"""Weights of drafters that lie in a folder of their own, as their authors publish them."""
+"""Weight files of drafters that have their own folder, in the formats that their authors
+publish."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from tandem.model.checkpoint.weights import Checkpoint
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path:
-    """The first of these files that is there."""
+    """Return the first of the files ``names`` that exists. Raises ValueError if none does."""
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(
@@ -23,7 +24,7 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Weights alone: nothing in a file is run, whatever torch may advise."""
+    """Read the tensors of a file without executing code in it. Raises ValueError if that fails."""
     try:
         if file.suffix != ".safetensors":
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -37,7 +38,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def pop_tensor(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -> Tensor:
-    """Out of ``tensors``, checked."""
+    """Remove tensor ``name`` from ``tensors`` and return it. Raises ValueError if it is missing or
+    has another shape."""
     if name not in tensors:
         raise ValueError(f"{file}: tensor {name} is missing; download it again")
     tensor = tensors.pop(name)
@@ -50,7 +52,7 @@ def pop_tensor(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -
 
 
 def files_digest(*files: Path) -> str:
-    """The same of equal files alone."""
+    """Return a digest of the contents of ``files``, which are read whole."""
     hasher = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:
@@ -59,8 +61,10 @@ def files_digest(*files: Path) -> str:
 
 
 def folder_digest(folder: Path) -> str:
-    """Return a digest of config.json and of all weights in a drafter's folder. Of safetensors files
-    pages are sampled, as of a checkpoint's; others are read whole."""
+    """Return a digest of config.json and of all weights in a drafter's folder.
+
+    Safetensors files are sampled by page, like those of a checkpoint; other files are read whole.
+    """
     whole = [file for file in folder.glob("*") if file.suffix in (".bin", ".pt")]
     digests = [files_digest(file) for file in (*folder.glob("config.json"), *whole)]
     for file in folder.glob("*.safetensors"):
@@ -72,10 +76,12 @@ def folder_digest(folder: Path) -> str:
 def load_parameters(
     module: nn.Module, file: Path, tensors: dict[str, Tensor], checkpoint: Checkpoint
 ) -> None:
-    """All parameters of ``module``, from all ``tensors``. Raises ValueError naming file, tensor and
-    remedy."""
+    """Fill all parameters of ``module`` from ``tensors``, each of which must be used.
+
+    Raises ValueError naming file, tensor and remedy.
+    """
     parameters = {
-        # Copied: a mapping of the file would change, or end this process, if the file does.
+        # Copy, because a memory-mapped tensor would change, or crash this process, with the file.
         name: pop_tensor(file, tensors, name, *meta.shape).to(
             checkpoint.device, checkpoint.dtype, copy=True
         )

@@ -1,7 +1,8 @@
-"""Medusa (arXiv 2401.10774; spec §8): heads on the main model's last hidden state, each of which
-predicts one token further. Chains, or a static tree over the likeliest tokens of each head.
+"""Medusa (arXiv 2401.10774): heads on the main model's last hidden state, each of which predicts
+one token further. Drafts chains, or a static tree over the most likely tokens of each head.
 
-Shape legend: B rows, E places that a row may emit, H heads, K ranks, N drafts, F = D hidden.
+Shape legend: B rows, E tokens that a row may emit, H heads, K tokens per head, N drafts, F = D
+hidden.
 """
 
 from collections.abc import Sequence
@@ -27,30 +28,39 @@ CHOICES_FILE = "choices.json"
 
 @dataclass(frozen=True, slots=True)
 class MedusaRows:
-    """The hidden state of the token before the last known one."""
+    """State of B rows: the hidden state of the token before the last known one."""
 
     hidden_BD: Tensor
 
 
 class MedusaDrafter(Drafter):
-    """Draft 1 is of head 1: the main model's own has given the last known token already."""
+    """Medusa heads as a drafter.
+
+    Head 1 yields draft 1, because the main model's own head has already yielded the last known
+    token.
+    """
 
     name = "medusa"
 
     def __init__(
         self, heads: list[MedusaHead], choices: Sequence[Choice], size: int, device: torch.device
     ) -> None:
+        """Create the drafter. ``choices`` are the paths of the tree (choices.py), ``size`` is the
+        hidden size."""
         self.heads, self._choices, self._device = nn.ModuleList(heads), choices, device
         self.num_features = size
         self._candidate_slots: dict[DraftShape, tuple[int, Tensor]] = {}
-        """How many of each head are looked at, and where among [H, K] the drafts of a level are, as
-        likely ones and as drawn ones [2, N]: of those none may be left out."""
+        """Candidates per head K and the indices [2, N] of the drafts among [H, K], for each draft
+        shape."""
 
     @classmethod
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> "MedusaDrafter":
-        """Raises ValueError for a folder without heads of this model and choices that are none."""
+        """Load the heads from ``speculation.draft_model_path``.
+
+        Raises ValueError if that folder has no heads for this model, or if the choices are invalid.
+        """
         if spec_config.draft_model_path is None:
             raise ValueError(
                 "speculation.draft_model_path: is null; name the folder of Medusa's heads"

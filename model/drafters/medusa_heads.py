@@ -1,4 +1,4 @@
-"""Medusa's heads (arXiv 2401.10774): what is in their files, and what they compute.
+"""Medusa heads (arXiv 2401.10774): their files and their computation.
 
 Shape legend: B rows, D hidden, V vocabulary.
 """
@@ -20,7 +20,8 @@ _HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
 
 
 class MedusaHead(nn.Module):
-    """Residual blocks x + silu(W x + b), then a matrix of its own, or else the ``shared`` one."""
+    """Residual blocks x + silu(W x + b), then the head's own output matrix, or ``shared`` if it has
+    none."""
 
     def __init__(
         self, blocks: list[tuple[Tensor, Tensor]], own_head: Tensor | None, shared: Linear
@@ -32,7 +33,7 @@ class MedusaHead(nn.Module):
         self._shared = (shared,)
 
     def forward(self, x_BD: Tensor) -> Tensor:
-        """Raw fp32 logits [B, V]."""
+        """Return raw fp32 logits [B, V]."""
         for block, bias_D in zip(self.blocks, self._biases, strict=True):
             x_BD = x_BD + F.silu(block(x_BD) + bias_D)
         head = self._shared[0] if self.head is None else self.head
@@ -41,7 +42,7 @@ class MedusaHead(nn.Module):
 
 
 def loaded_linear(weight: Tensor) -> Linear:
-    """As if it had been loaded."""
+    """Wrap an existing weight in a ``Linear``, as after loading it from a checkpoint."""
     with torch.device("meta"):
         made = Linear(weight.shape[1], weight.shape[0])
     made.weight = nn.Parameter(weight, requires_grad=False)
@@ -49,10 +50,10 @@ def loaded_linear(weight: Tensor) -> Linear:
 
 
 def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:
-    """All heads of a folder, in the checkpoint's dtype and on its device; for who never drafts
-    their shapes alone.
+    """Read all heads of a folder, in the checkpoint's dtype and on its device.
 
-    Raises ValueError naming file, tensor and remedy where they are not there, or not of this model.
+    On ranks that never draft, only the shapes are read. Raises ValueError naming file, tensor and
+    remedy if heads are missing or do not fit this model.
     """
     file = find_file(folder, FILES)
     tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
@@ -80,5 +81,6 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
 
 
 def _author_name(name: str) -> str:
-    """As the authors say it, if it is vLLM's name; but for heads, whose blocks are not counted."""
+    """Translate vLLM's name of a tensor to the authors' name. An output matrix has no block number,
+    so its name differs from the authors'."""
     return _HEAD.sub(r"\1.weight", _BLOCK.sub(r"\1.\2.linear.\3", name))

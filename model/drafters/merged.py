@@ -1,4 +1,5 @@
-"""Two drafters' chains in one tree, equal prefixes once (SpecInfer, arXiv 2305.09781).
+"""Two drafters' chains merged into one tree that holds their common prefix once (SpecInfer, arXiv
+2305.09781).
 
 Shape legend: B rows, N drafts of each chain, V vocabulary.
 """
@@ -24,8 +25,10 @@ from tandem.model.network.cache import Caches
 
 
 class MergedDrafter(Drafter):
-    """Of ``looked``, which remembers texts and draws nothing, and ``made``, which has rows, caches
-    and features."""
+    """A drafter that merges the chains of an n-gram drafter and of a model drafter.
+
+    Only the n-gram drafter has a table. Only the model drafter has row state, caches and features.
+    """
 
     def __init__(self, ngram_drafter: Drafter, model_drafter: Drafter) -> None:
         self._ngram_drafter, self._model_drafter = ngram_drafter, model_drafter
@@ -45,7 +48,7 @@ class MergedDrafter(Drafter):
         self._model_drafter.prefill(batch, next_GK, features_1TF, caches)
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
-        """Both chains, as deep as one may be."""
+        """Return trees that hold both chains, each at most ``max_depth`` deep."""
         depths = [
             draft_shape.depth for draft_shape in self._model_drafter.draft_shapes(max_depth)[1:]
         ]
@@ -91,8 +94,12 @@ class MergedDrafter(Drafter):
 
 
 def merge_chains(model_drafts: Drafts, ngram_drafts: Drafts) -> Drafts:
-    """Of two chains of N drafts; those of odd numbers were ``made``. What the other has again, or
-    has not, stands behind it a second time, where nobody comes to."""
+    """Merge two chains of N drafts into a tree of 2 N nodes.
+
+    Odd nodes are the model's drafts, even nodes those of the n-grams. Where both chains agree, or
+    the n-gram chain has ended, the even node repeats the model's draft as its sibling. Verification
+    prefers the earlier sibling, so it never reaches the copy.
+    """
     (model_BN, _, q_BNV, _), (ngram_BN, num_B, *_) = model_drafts, ngram_drafts
     place_N = torch.arange(model_BN.shape[1], device=model_BN.device)
     is_one_BN = (model_BN == ngram_BN).long().cumprod(1) > 0

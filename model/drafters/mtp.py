@@ -1,7 +1,8 @@
-"""DeepSeek's multi-token-prediction layer as a drafter, reused over its own output (spec §5).
+"""DeepSeek's multi-token-prediction layer as a drafter, applied repeatedly to its own output (arXiv
+2412.19437).
 
-Shape legend: B rows, M tokens pending at most, N drafts, D hidden, P pages; in prefill
-T packed tokens, G segments.
+Shape legend: B rows, M tokens pending at most, N drafts, D hidden, X rows of a pass. P pages. In
+prefill: T packed tokens, G segments.
 """
 
 from collections.abc import Sequence
@@ -28,46 +29,54 @@ from tandem.model.network.layers import Linear, RMSNorm, process_weights_after_l
 
 
 class MtpLayer(DecoderLayer):
-    """Row i: (embedding of token i+1, main hidden i) -> hidden that predicts token i+2."""
+    """Multi-token-prediction layer.
+
+    Row i takes (embedding of token i + 1, hidden state i) and returns the hidden state that
+    predicts token i + 2.
+    """
 
     def __init__(self, config: ModelConfig, dispatch: Dispatch, number: int = 0) -> None:
         super().__init__(config, dispatch, config.moe_layer(config.num_hidden_layers + number))
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size)
-        # The layer's own final norm; the head beside it is the main model's.
+        # The layer has its own final norm, but uses the output matrix of the main model.
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def project_inputs(self, embedding_XD: Tensor, hidden_XD: Tensor) -> Tensor:
-        """What goes through the layer (spec §5: embedding first, post-norm hidden)."""
+        """Return the input of the layer. In the concatenation the embedding comes first; the hidden
+        state is the one after the main model's final norm."""
         z_XD: Tensor = self.eh_proj(
             torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1)
         )
         return z_XD
 
     def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
-        """Cache entries alone: in one layer they depend on nothing but what goes in."""
+        """Write cache entries without computing an output. Entries of a single layer depend on its
+        input alone."""
         self.self_attn.write_cache(self.input_layernorm(z_XD), batch, cache, angles)
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """Normed MTP hidden [X, D]."""
+        """Return the normalised hidden state [X, D] of the layer."""
         norm = self.shared_head["norm"]
         assert isinstance(norm, RMSNorm)
         return norm.add(*self(z_XD, None, batch, cache, angles))[1]
 
 
 class MtpDrafter(Drafter):
-    """Pass 1 writes the cache entries of pending tokens from their true hidden states, and of the
-    last one, the head row, yields draft 1; passes 2..n are the head row alone, fed with the MTP
-    layer's own normed output. What nobody reads, the output of other rows, is not computed.
+    """A drafter that applies one MTP layer repeatedly.
 
-    Embedding, head and rotary tables are the main model's.
+    Pass 1 writes the cache entries of the pending tokens from their true hidden states. Its last
+    row, the head row, yields draft 1. Passes 2..n run the head row alone, on the layer's own
+    normalised output. Outputs of other rows are not computed.
+
+    Embedding, output matrix and RoPE tables are those of the main model.
     """
 
     name = "mtp"
     group = MTP
     lag = 1
-    """Slots between a token's place in the text and its entry."""
+    """Distance in slots from a cache entry to its token's position in the text."""
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
@@ -81,7 +90,7 @@ class MtpDrafter(Drafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """With the checkpoint's first MTP layer; see load_weights for what it raises."""
+        """Load the checkpoint's first MTP layer. Raises ValueError as ``load_weights`` does."""
         with torch.device("meta"):
             layer = MtpLayer(checkpoint.config, network.dispatch)
         load_mtp(layer, checkpoint, 0, is_whole=checkpoint.may_draft)
@@ -109,13 +118,17 @@ class MtpDrafter(Drafter):
     def forward(
         self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
-        """One pass over tokens and the hidden states before them: normed hidden [X, D]."""
+        """Run one pass over tokens and the hidden states before them; return the normalised hidden
+        states [X, D]."""
         z_XD, angles = self._project_inputs(batch, hidden_XD), angles or self._angles(batch)
         return self._layer.predict(z_XD, batch, caches[self.group][-1], angles)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
-        """Row i pairs hidden state i with token i + 1. A last row whose next token is unknown
-        leaves no trace: pass 1 writes it when that token is there."""
+        """Write the cache entries of a packed batch. Row i pairs hidden state i with token i + 1.
+
+        A last row whose next token is unknown writes nothing: pass 1 writes it once the token is
+        known.
+        """
         batch = shift_tokens(shift_positions(batch), next_GK[:, 0])
         z_XD = self._project_inputs(replace_unknown(batch), features_1TF[0])
         self._layer.write_cache(z_XD, batch, caches[self.group][0], self._angles(batch))
@@ -145,8 +158,11 @@ class MtpDrafter(Drafter):
         return context.draft_chain(draft_shape.depth, logits)
 
     def commit(self, state: MtpRows, emitted: Emitted, catch_up_width: int) -> MtpRows:
-        """What was emitted waits for the next pass 1; behind what waits already, if this step had
-        none, which has no drafts then."""
+        """Queue the emitted tokens for the next pass 1.
+
+        If this step ran no pass 1, it had no drafts and emitted one token, which joins those
+        already pending.
+        """
         if catch_up_width:
             padding = state.tokens_BM.shape[1] - emitted.tokens_BE.shape[1]
             return MtpRows(
@@ -172,7 +188,8 @@ class MtpDrafter(Drafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Tensor | None:
-        """Pass 1: the hidden state that predicts the first draft, None if there is to be none."""
+        """Run pass 1 and return the hidden state that predicts draft 1, or None if none is to be
+        drafted."""
         if catch_up_width == 0:
             return None
         cache = caches[self.group][0]
@@ -203,8 +220,8 @@ class MtpDrafter(Drafter):
     def _later_passes(
         self, context: DraftContext, num_passes: int, page_size: int
     ) -> list[tuple[Batch, RopeCosSin]]:
-        """All passes after the first, but for their tokens: nothing else of them depends on what
-        was drafted."""
+        """Prepare all passes after the first, except for their tokens. Nothing else in them depends
+        on the drafts."""
         if num_passes == 0:
             return []
         slots_NB = later_slots(context.num_known_B, num_passes, self.lag)
@@ -222,7 +239,8 @@ class MtpDrafter(Drafter):
 
 
 def head_batch(context: DraftContext, batch: Batch, at_B: Tensor) -> Batch:
-    """The row at ``at_B`` of pass 1 for each sequence, that of its last known token."""
+    """Return the batch of the head rows: for each sequence the row ``at_B`` of pass 1, which
+    belongs to its last known token."""
     positions_B1 = (context.num_known_B - 1).unsqueeze(1)
     places_B1 = batch.write_slots_BQ.flatten()[at_B].unsqueeze(1)
     own = positions_B1, positions_B1, places_B1, positions_B1
@@ -230,18 +248,20 @@ def head_batch(context: DraftContext, batch: Batch, at_B: Tensor) -> Batch:
 
 
 def shift_positions(batch: Batch) -> Batch:
-    """With the positions of the tokens after those of its rows."""
+    """Return ``batch`` with the position of the next token in each row."""
     return replace(batch, positions_BQ=batch.positions_BQ + 1)
 
 
 def replace_unknown(batch: Batch) -> Batch:
-    """With some token in place of UNKNOWN_TOKEN."""
+    """Return ``batch`` with a valid token id in place of UNKNOWN_TOKEN."""
     return replace(batch, token_ids_BQ=batch.token_ids_BQ.clamp(min=0))
 
 
 def shift_tokens(batch: Batch, next_G: Tensor) -> Batch:
-    """A packed batch with each token replaced by the one after it in its own segment; rows where
-    that is UNKNOWN_TOKEN write nothing."""
+    """Replace each token of a packed batch by the next token of its segment.
+
+    ``next_G`` follows the last token of each segment. Rows where it is UNKNOWN_TOKEN write nothing.
+    """
     assert batch.segments is not None, "only prefill batches are shifted"
     last_G = batch.segments.ends_G - 1
     next_ids_1T = batch.token_ids_BQ.roll(-1, 1)

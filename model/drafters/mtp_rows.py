@@ -1,9 +1,8 @@
-"""What waits for an MTP round, and which rows its passes read and write: pure index functions.
+"""Pending tokens of MTP, and the rows that its passes read and write: pure index functions.
 
-The rules and a worked example are spec §5 and mtp_tables.json. L is the number of known
-tokens, m how many of them are pending: emitted since the last pass 1. MTP row i pairs
-(token i + 1, hidden i) and lives in draft slot i; its position is its token's own place in the
-text, i + 1.
+tests/data/mtp_tables.json is a worked example. L is the number of known tokens; m of them are
+pending, which means emitted since the last pass 1. MTP row i pairs (token i + 1, hidden state i).
+Its cache entry has draft slot i, and its position is that of its token in the text, i + 1.
 
 Shape legend: B rows, M tokens pending at most, Q query rows of a pass, N passes, D hidden.
 """
@@ -17,20 +16,24 @@ from tandem.model.drafters.base import DraftContext
 from tandem.model.network.batch import Batch, physical_slots
 
 MAX_PENDING_TOKENS = 16
-"""Tokens of a row that pass 1 can catch up with at once. Without drafts it runs every so many
-steps: the more can wait, the less each costs, and the longer is the one that catches up."""
+"""Number of pending tokens of a row at which pass 1 runs even without drafts. A larger value
+amortises pass 1 over more steps, but makes the step that catches up longer."""
 
 
 @dataclass(slots=True)
 class MtpCatchUp:
-    """A row is behind by the tokens that pass 1 has not read; a step catches up with as many as
-    pass 1 is wide. Without drafts it waits until no more can be pending (core/execution.py)."""
+    """Catch-up policy of MTP (core/execution.py).
+
+    A row's backlog is its number of pending tokens. The width is the number of tokens that pass 1
+    reads. Without drafts, pass 1 runs only once no further token can be pending.
+    """
 
     max_depth: int
     initial_backlog: int = 1
 
     @property
     def max_width(self) -> int:
+        """Maximum number of pending tokens of a row."""
         return max(self.max_depth + 1, MAX_PENDING_TOKENS)
 
     def catch_up_width(self, depth: int, behind: int) -> int:
@@ -48,12 +51,15 @@ class MtpCatchUp:
 
 @dataclass(frozen=True, slots=True)
 class MtpRows:
-    """What the rounds before left behind, for B rows.
+    """State that MTP keeps of B rows between steps.
 
-    ``tokens_BM[b, :m]`` are the m = ``num_pending_B[b]`` tokens emitted since pass 1 ran last, and
-    ``hidden_BMD[b, i]`` is the main model's true hidden state of the token before
-    ``tokens_BM[b, i]``. Where ``first_B`` is True that of the first token was not shipped (zeros):
-    its row of pass 1 leaves no trace in the cache.
+    Attributes:
+        tokens_BM: Tokens emitted since the last pass 1; the first ``num_pending_B[b]`` of row b are
+            valid.
+        hidden_BMD: True hidden state of the main model for the token before each of them.
+        num_pending_B: Number of pending tokens, m.
+        is_first_unknown_B: True if the hidden state of the first token was not handed over (zeros).
+            Its row of pass 1 writes no cache entry.
     """
 
     tokens_BM: Tensor
@@ -65,11 +71,14 @@ class MtpRows:
 def first_pass_batch(
     state: MtpRows, context: DraftContext, width: int, page_size: int, lag: int = 1
 ) -> Batch:
-    """Pass 1: the pending tokens at slots L-lag-m .. L-lag-1, padded to ``width``. Their entries
-    are written; of MTP the last one alone, the head row, attends (mtp.py: head_batch).
+    """Return the batch of pass 1: the pending tokens at slots L-lag-m .. L-lag-1, padded to
+    ``width``.
 
-    The first one of ``first_B`` rows (its hidden state was not shipped) still reads the pulled
-    entries but writes nothing: its own is right as the prefill rank wrote it.
+    All rows write their cache entries. In MTP only the last row, the head row, attends
+    (``head_batch`` in mtp.py).
+
+    The first row does not write if its hidden state was not handed over (``is_first_unknown_B``).
+    It still reads the prompt's entries, and the entry that the prefill rank wrote for it is right.
     """
     row_Q = torch.arange(width, device=context.num_known_B.device)
     slots_BQ = (context.num_known_B - lag - state.num_pending_B).unsqueeze(1) + row_Q
@@ -87,6 +96,8 @@ def first_pass_batch(
 
 
 def later_slots(num_known_B: Tensor, num_passes: int, lag: int = 1) -> Tensor:
-    """Passes 2, 3, ... [N, B]: the head row alone, which in pass k is (draft k-1, MTP output) at
-    slot L-2-lag+k, provisional."""
+    """Return the slots of passes 2, 3, ... [N, B], which are provisional.
+
+    Pass k is the head row alone. It takes (draft k-1, MTP output) and has slot L-2-lag+k.
+    """
     return torch.arange(num_passes, device=num_known_B.device).unsqueeze(1) + (num_known_B - lag)

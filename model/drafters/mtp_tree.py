@@ -1,5 +1,5 @@
-"""Trees of the MTP layer over its own output: the likeliest nodes of a beam (as EAGLE-2, arXiv
-2406.16858, finds them).
+"""Draft trees from the MTP layer applied to its own output: the best nodes of a beam search, as in
+EAGLE-2 (arXiv 2406.16858).
 
 Shape legend: B rows, K nodes of a beam, M = K * (passes after the first), D hidden.
 """
@@ -31,8 +31,11 @@ from tandem.model.network.deepseek import DeepseekV3
 
 
 class MtpTreeDrafter(MtpDrafter):
-    """Pass 1 is that of a chain. Each later one has ``top_k`` rows of a sequence, at slots of their
-    own behind the known ones: each sees those and its own path."""
+    """An MTP drafter of trees.
+
+    Pass 1 is that of a chain. Each later pass has ``top_k`` rows per sequence. They have separate
+    slots after those of the known tokens, and each row sees the known tokens and its own path.
+    """
 
     _num_nodes: int
     _top_k: int
@@ -41,7 +44,8 @@ class MtpTreeDrafter(MtpDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """As a chain's; raises ValueError, too, where beams do not make such trees."""
+        """Load the drafter as for chains. Also raises ValueError if a beam cannot yield trees of
+        this size."""
         drafter = super().load(checkpoint, network, spec_config)
         assert spec_config.max_tree_nodes is not None, "or chains are drafted"
         top_k, num_later = spec_config.top_k, spec_config.max_depth - 1
@@ -82,7 +86,7 @@ class MtpTreeDrafter(MtpDrafter):
             batch = replace(
                 batch,
                 token_ids_BQ=beam.drafts_BM[:, -self._top_k :],
-                # Bit 0 is the last known token's, which is not among these slots.
+                # Bit 0 is the last known token, which is not among these slots.
                 bits_BQ=beam.nodes.bits_BQ >> 1,
             )
             hidden_XD = self.forward(batch, beam.hidden_BKD.flatten(0, 1), caches, angles)
@@ -98,7 +102,7 @@ class MtpTreeDrafter(MtpDrafter):
     def _beam_passes(
         self, context: DraftContext, draft_shape: DraftShape, caches: Caches
     ) -> Iterator[tuple[Batch, RopeCosSin]]:
-        """All passes after the first, but for their tokens and paths."""
+        """Yield all passes after the first, except for their tokens and paths."""
         num_passes, known_B1 = draft_shape.depth - 1, context.num_known_B.unsqueeze(1)
         if num_passes == 0:
             return

@@ -1,9 +1,9 @@
-"""DeepSeek's multi-token prediction with a module for each draft (DeepSeek-V3, arXiv 2412.19437,
-2.2; spec §5): module k is fed with what module k - 1 made of the same row, and with the token k
-places behind it.
+"""DeepSeek's multi-token prediction with one module per draft (DeepSeek-V3, arXiv 2412.19437, 2.2).
 
-Shape legend: B rows, K modules, H = K - 1 rows of history, A pending tokens that pass 1 catches up
-with, W = H + A rows of a window, X = B * W, D hidden.
+Module k takes the output of module k - 1 for the same row, and the token k positions after it.
+
+Shape legend: B rows, K modules, H = K - 1 rows of history, D hidden. A pending tokens that pass 1
+catches up with, W = H + A rows of a window, T = W + H tokens, X = B * W.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,17 @@ from tandem.model.network.layers import process_weights_after_loading
 
 @dataclass(slots=True)
 class PassWindow:
-    """The rows of pass 1: slots L-1-H-m .. L-2 for m pending tokens, padded. ``num_real_B``, H + m,
-    are rows of the text, the last one the head row. ``tokens_BT`` are those of module 1, and behind
-    them all drafts so far; ``hidden_XD`` is what the module before made of the rows."""
+    """The rows of pass 1: slots L-1-H-m .. L-2 for m pending tokens, padded.
+
+    Attributes:
+        tokens_BT: Tokens of module 1, then all drafts so far.
+        hidden_XD: Output of the previous module for the rows.
+        slots_BW: Slot of each row.
+        num_real_B: Number of rows that belong to the text, H + m. The last one is the head row.
+        is_first_unknown_B: True if the prefill rank has written the first pending row, known or
+            not.
+        num_drafts: Number of drafts so far.
+    """
 
     tokens_BT: Tensor
     hidden_XD: Tensor
@@ -51,6 +59,7 @@ class PassWindow:
     def of(
         cls, state: MtpRows, context: DraftContext, num_history: int, catch_up_width: int
     ) -> Self:
+        """Build the window for a step that catches up by ``catch_up_width``."""
         num_real_B, width = state.num_pending_B + num_history, num_history + catch_up_width
         row_W = torch.arange(width, device=num_real_B.device)
         slots_BW = (context.num_known_B - 1 - num_real_B).unsqueeze(1) + row_W
@@ -59,13 +68,17 @@ class PassWindow:
         return cls(tokens_BT, hidden_XD, slots_BW, num_real_B, state.is_first_unknown_B)
 
     def append_draft(self, token_B1: Tensor) -> None:
+        """Append a draft to the tokens of each row."""
         at_B1 = self.num_real_B.unsqueeze(1) + self.num_drafts
         self.tokens_BT = self.tokens_BT.scatter(1, at_B1, token_B1)
         self.num_drafts += 1
 
     def batch(self, number: int, context: DraftContext, page_size: int) -> Batch:
-        """Of module ``number``, from 0 on. Written are rows whose token it has not had before; what
-        it has had as a draft it meets again as a token."""
+        """Return the batch of module ``number``, counted from 0.
+
+        A row is written if the module has not yet had the row's token from the text. A token that
+        it has had only as a draft is therefore written again.
+        """
         row_W = torch.arange(self.slots_BW.shape[1], device=self.slots_BW.device)
         num_known_B1 = (self.num_real_B + min(number, self.num_drafts) - number).unsqueeze(1)
         real_BW = (row_W < num_known_B1) & (self.slots_BW >= 0) & context.real_B.unsqueeze(1)
@@ -73,7 +86,7 @@ class PassWindow:
         keep_BW = real_BW & (
             row_W >= (num_history - number + self.is_first_unknown_B.long()).unsqueeze(1)
         )
-        # A row before the text begins is nobody's, but sees something.
+        # Rows before the start of the text are padding, but attention needs a slot to read.
         context_BW = (self.slots_BW + 1).clamp(min=1)
         return Batch(
             self.tokens_BT[:, number : number + len(row_W)],
@@ -86,11 +99,12 @@ class PassWindow:
 
 
 class VanillaDrafter(MtpDrafter):
-    """Draft k is of module k; those behind the last module's of that module over its own output.
+    """A drafter with one MTP module per draft; the last module yields all further drafts from its
+    own output.
 
-    Pass 1 goes through all modules, at the same rows and positions in each: what nobody reads, the
-    output of the last one but for the head row, is not computed. Rows that see a draft are written
-    again when the token is known, and lie behind all that prefill wrote.
+    Pass 1 runs all modules, over the same rows and positions in each. The last module computes an
+    output for the head row only. Rows that see a draft are written again once the token is known.
+    They come after all rows that prefill wrote.
     """
 
     def __init__(self, network: DeepseekV3, layers: Sequence[MtpLayer]) -> None:
@@ -104,8 +118,11 @@ class VanillaDrafter(MtpDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """With as many modules as drafts are asked for, or all; see load_weights for what it
-        raises. Nobody reads what the last one makes of a prompt."""
+        """Load one module per draft, or all that the checkpoint has if these are fewer.
+
+        Prefill ranks do not load the experts of the last module, whose output they do not need.
+        Raises ValueError as ``load_weights`` does.
+        """
         num = min(num_mtp_layers(checkpoint.files, checkpoint.config), spec_config.max_depth)
         with torch.device("meta"):
             layers = [MtpLayer(checkpoint.config, network.dispatch, i) for i in range(num)]
@@ -120,8 +137,11 @@ class VanillaDrafter(MtpDrafter):
     def init_state(
         self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
-        """Of the first pending token prefill has written all entries, known or not, in pages that
-        others may share."""
+        """Create the state of one row.
+
+        The first pending row is never written: prefill has written all its entries, known or not,
+        in pages that other sequences may share.
+        """
         hidden_1KD = features_F.view(1, self.num_feature_tokens, -1)
         rows = super().init_state(text, hidden_1KD[0, -1], False, max_depth)
         tokens = [0] * self.num_feature_tokens + list(text[:-1])
@@ -129,7 +149,8 @@ class VanillaDrafter(MtpDrafter):
         return prepend_history(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
-        """Row i of module k pairs what module k - 1 made of it with token i + k."""
+        """Write the cache entries of a packed batch. Row i of module k pairs the output of module k
+        - 1 with token i + k."""
         batch, hidden_TD = shift_positions(batch), features_1TF[0]
         angles = self._angles(batch)
         for i, (layer, cache) in enumerate(zip(self._layers, caches[MTP], strict=True)):
@@ -148,7 +169,8 @@ class VanillaDrafter(MtpDrafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        """Modules that are to give no draft write what follows from the text."""
+        """Run all modules. Modules that yield no draft in this step write the entries that follow
+        from the text."""
         if catch_up_width == 0:
             return Drafts(state.tokens_BM[:, :0])
         num, page_size = len(self._layers), caches[MTP][0].shape[1]
@@ -195,7 +217,8 @@ class VanillaDrafter(MtpDrafter):
         *,
         has_draft: bool,
     ) -> Tensor:
-        """Its entries; and the head row's output, if that is to give a draft."""
+        """Write the entries of a module. Returns its output at the head row, which is valid only if
+        it ``has_draft`` or is not the last module."""
         layer, cache = self._layers[number], caches[MTP][number]
         batch = window.batch(number, context, cache.shape[1])
         cos, sin = angles = self._angles(batch)
@@ -215,7 +238,7 @@ class VanillaDrafter(MtpDrafter):
 def prepend_history(
     tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int
 ) -> MtpRows:
-    """``rows``, of which so many tokens may be pending, with this history before them."""
+    """Return ``rows`` with room for ``num_pending`` tokens and the given history before them."""
     return replace(
         rows,
         tokens_BM=torch.cat((tokens_BH, rows.tokens_BM[:, :num_pending]), 1),
