@@ -50,8 +50,9 @@ class MedusaDrafter(Drafter):
         self.heads, self._choices, self._device = nn.ModuleList(heads), choices, device
         self.num_features = size
         self._candidate_slots: dict[DraftShape, tuple[int, Tensor]] = {}
-        """Candidates per head K and the indices [2, N] of the drafts among [H, K], for each draft
-        shape."""
+        """For each draft shape, the candidates per head K and the indices [2, N] of its drafts
+        among [H, K]. Row 0 has the ranks of the choices. Row 1, for sampled candidates, leaves no
+        gaps between siblings."""
 
     @classmethod
     def load(

@@ -52,7 +52,7 @@ def loaded_linear(weight: Tensor) -> Linear:
 def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:
     """Read all heads of a folder, in the checkpoint's dtype and on its device.
 
-    On ranks that never draft, only the shapes are read. Raises ValueError naming file, tensor and
+    On ranks that never draft, only the shapes are kept. Raises ValueError naming file, tensor and
     remedy if heads are missing or do not fit this model.
     """
     file = find_file(folder, FILES)
@@ -81,6 +81,9 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
 
 
 def _author_name(name: str) -> str:
-    """Translate vLLM's name of a tensor to the authors' name. An output matrix has no block number,
-    so its name differs from the authors'."""
+    """Translate vLLM's name of a tensor to the authors' name.
+
+    Output matrices become ``i.weight``: vLLM's name lacks the number of blocks that the authors'
+    has.
+    """
     return _HEAD.sub(r"\1.weight", _BLOCK.sub(r"\1.\2.linear.\3", name))

@@ -16,8 +16,9 @@ from tandem.model.drafters.base import DraftContext
 from tandem.model.network.batch import Batch, physical_slots
 
 MAX_PENDING_TOKENS = 16
-"""Number of pending tokens of a row at which pass 1 runs even without drafts. A larger value
-amortises pass 1 over more steps, but makes the step that catches up longer."""
+"""Minimum of ``MtpCatchUp.max_width``, the number of pending tokens at which pass 1 runs even
+without drafts. A larger value amortises pass 1 over more steps, but makes the step that catches up
+longer."""
 
 
 @dataclass(slots=True)

@@ -1,8 +1,8 @@
-"""Drafts from the text itself: what came after the place where its last tokens stood before (prompt
-lookup decoding; spec of its options: TensorRT-LLM's n-gram drafter).
+"""N-gram drafting (prompt lookup): propose the tokens that followed an earlier occurrence of the
+text's last tokens. The options are those of TensorRT-LLM's n-gram drafter.
 
-Shape legend: B rows, R rows of the memory, T tokens of a row's text, W places of one, E places that
-a row may emit, M tokens of the longest n-gram, N drafts.
+Shape legend: B rows, R rows of the table, T tokens of a row's text, W positions of a row. E tokens
+that a row may emit, M tokens of the longest n-gram, N drafts.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,9 +25,12 @@ from tandem.model.network.deepseek import DeepseekV3
 
 
 class NgramDrafter(TextDrafter):
-    """The longest n-gram that ends the text and stood in it before, up to ``max_ngram_size``
-    tokens; its ``oldest`` place, or the newest one that as many tokens follow as are to be
-    drafted."""
+    """Draft from the longest n-gram, of at most ``max_ngram_size`` tokens, that ends the text and
+    occurs earlier in it.
+
+    Of several occurrences, ``oldest`` selects the first. Otherwise it is the newest one that is
+    followed by enough tokens for all drafts.
+    """
 
     name = "ngram"
 
@@ -42,7 +45,11 @@ class NgramDrafter(TextDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> "NgramDrafter":
-        """Of several places that are not all kept the oldest is: no other has a longer rest."""
+        """Create the drafter from the n-gram settings.
+
+        With ``is_keep_all`` off, the one occurrence that is kept is the oldest, which has the
+        longest continuation.
+        """
         oldest = spec_config.is_use_oldest or not spec_config.is_keep_all
         made = SharedNgramDrafter if spec_config.is_public_pool else cls
         return made(spec_config.max_matching_ngram_size, oldest=oldest)
@@ -66,8 +73,11 @@ class NgramDrafter(TextDrafter):
 
 
 class SharedNgramDrafter(NgramDrafter):
-    """Where a text has no such place in itself, what followed its last tokens in others of this
-    rank. So others' texts can be guessed at from how long an answer takes."""
+    """An n-gram drafter that also searches the other texts of this rank if a row's own text has no
+    match.
+
+    Response times can therefore leak the texts of other requests.
+    """
 
     def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> Any:
         return super().create_table(num_rows, num_tokens, device), NgramTable.empty(device)
@@ -111,7 +121,8 @@ class SharedNgramDrafter(NgramDrafter):
         return Drafts(tokens_BN, mine.num_B.where(has_own_B, num_B))
 
     def _preceding_tokens(self, text_RT: Tensor, rows_B: Tensor, place_BW: Tensor) -> Tensor:
-        """The tokens before each place of rows' texts [B, W, M]; at the beginning any."""
+        """Return the tokens before each position [B, W, M]. Positions before the start of the text
+        get arbitrary tokens."""
         back_M = torch.arange(-self._max_ngram_size, 0, device=text_RT.device)
         return text_RT[rows_B.view(-1, 1, 1), (place_BW.unsqueeze(2) + back_M).clamp(min=0)]
 
@@ -123,6 +134,8 @@ class SharedNgramDrafter(NgramDrafter):
         place_BW: Tensor,
         keep_BW: Tensor,
     ) -> None:
+        """Store the tokens at ``place_BW`` under the n-grams that precede them, where ``keep_BW``
+        is True."""
         before_BWM = self._preceding_tokens(text_RT, rows_B, place_BW)
         size_M = torch.arange(1, self._max_ngram_size + 1, device=text_RT.device)
         keep_BWM = keep_BW.unsqueeze(2) & (size_M <= place_BW.unsqueeze(2))
@@ -139,8 +152,20 @@ def find_continuation(
     *,
     oldest: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What follows the best earlier place in the texts of these rows, of which ``num_known_B``
-    tokens count: [B, N], and how many of them are text."""
+    """Find the best earlier occurrence of each row's last tokens and return the tokens that follow
+    it.
+
+    Args:
+        text_RT: Texts of all rows.
+        rows_B: Rows to search.
+        num_known_B: Number of known tokens of each row; the rest of its text is ignored.
+        max_ngram_size: Maximum number of tokens to match.
+        num_drafts: Number of drafts N.
+        oldest: Whether to take the first of several occurrences.
+
+    Returns:
+        The drafts [B, N] and the number of valid ones per row.
+    """
     text_BT = text_RT.index_select(0, rows_B)
     num_places = text_BT.shape[1]
     known_B1, place_T = num_known_B.unsqueeze(1), torch.arange(num_places, device=text_BT.device)

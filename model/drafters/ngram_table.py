@@ -1,8 +1,9 @@
-"""What followed n-grams in the texts of all requests of a rank, finished ones too: a bounded table.
+"""A bounded hash table from n-grams to the token that followed them in the texts of a rank. It
+includes the texts of finished requests.
 
-An n-gram stands where its hash says, and what comes later takes the place of what was there. Tokens
-are copied into it: nothing of it is a place in a row.
-Shape legend: B rows, W places of a window, M tokens of the longest n-gram, N drafts.
+An n-gram is stored at the slot of its hash and replaces the previous entry there. Tokens are copied
+into the table, so no entry refers to a row. Shape legend: B rows, W positions of a window, M tokens
+of the longest n-gram, N drafts, S slots.
 """
 
 from typing import NamedTuple
@@ -11,25 +12,27 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 1 << 18
-"""4 MB; a power of two, and one more that takes what is to be forgotten."""
+"""Number of slots, a power of two (4 MB). One further slot takes the entries that are not to be
+kept."""
 _FACTOR, _SHIFT = 0x9E3779B97F4A7C15 - (1 << 64), 29
 EMPTY_HASH = 0
 
 
 class NgramTable(NamedTuple):
-    """The hash of the n-gram at each slot, and the token behind it."""
+    """The hash of the n-gram in each slot, and the token that follows it."""
 
     hash_S: Tensor
     token_S: Tensor
 
     @classmethod
     def empty(cls, device: torch.device) -> "NgramTable":
+        """Allocate an empty table."""
         hash_S = torch.full((NUM_SLOTS + 1,), EMPTY_HASH, dtype=torch.int64, device=device)
         return cls(hash_S, torch.zeros_like(hash_S))
 
 
 def hash_ngrams(before_BWM: Tensor) -> Tensor:
-    """Of the last 1 .. M of each place's tokens before it, the latest last: [B, W, M]."""
+    """Return the hashes [B, W, M] of the last 1 .. M tokens before each position."""
     found, mixed = [], torch.zeros_like(before_BWM[..., 0])
     for i in range(before_BWM.shape[2]):
         mixed = (mixed + before_BWM[..., -1 - i] + 1) * _FACTOR
@@ -46,8 +49,8 @@ def store_ngrams(
     *,
     oldest: bool,
 ) -> None:
-    """Put the tokens behind their n-grams, where these are to be kept; of ``oldest`` ones the first
-    stays."""
+    """Store each token under the n-grams before it, where ``keep_BWM`` is True. With ``oldest``, an
+    entry of the same n-gram stays."""
     hash_BWM = hash_ngrams(before_BWM)
     slot_BWM = hash_BWM & (NUM_SLOTS - 1)
     if oldest:
@@ -60,8 +63,12 @@ def store_ngrams(
 def lookup_drafts(
     shared_table: NgramTable, last_BM: Tensor, num_known_B: Tensor, num_drafts: int
 ) -> tuple[Tensor, Tensor]:
-    """Drafts [B, N] behind rows' last tokens, each by the longest n-gram that is there, and how
-    many there are until none is."""
+    """Look up a chain of drafts after each row's last tokens, each by the longest n-gram that is
+    found.
+
+    Returns:
+        The drafts [B, N] and the number of them before the first n-gram that is missing.
+    """
     size_M = torch.arange(1, last_BM.shape[1] + 1, device=last_BM.device)
     drafts, goes_on_B, num_B = [], num_known_B > 0, torch.zeros_like(num_known_B)
     for i in range(num_drafts):

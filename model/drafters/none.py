@@ -1,4 +1,4 @@
-"""No drafts: plain decoding, and checkpoints without an MTP layer."""
+"""The drafter that drafts nothing: plain decoding, and checkpoints without an MTP layer."""
 
 from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
 from tandem.model.drafters.base import DraftContext, Drafter, Drafts
@@ -6,6 +6,8 @@ from tandem.model.network.cache import Caches
 
 
 class NoDrafter(Drafter):
+    """A drafter without drafts."""
+
     name = "none"
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:

@@ -1,5 +1,5 @@
-"""The main model drafts for itself over a part of its cache (MagicDec, arXiv 2408.11049): the first
-page and the newest ones, attention sinks and a window.
+"""Self-speculation: the main model drafts with a part of its cache (MagicDec, arXiv 2408.11049).
+That part is the first page, which holds the attention sinks, and a window of the newest pages.
 
 Shape legend: B rows, N drafts, P pages of a row's table, C pages that drafts read.
 """
@@ -18,19 +18,27 @@ from tandem.model.network.cache import MAIN, Caches
 from tandem.model.network.deepseek import DeepseekV3
 
 NUM_SINKS = 1
-"""Pages at the beginning of a text."""
+"""Number of pages at the start of a text that drafts always read."""
 
 
 class SparseWindow(NamedTuple):
-    """The pages that drafts read [B, C], and how many slots lie between those of the first and of
-    the rest [B, 1]: by so much a slot of the text stands further left among them."""
+    """The pages that drafts read.
+
+    Attributes:
+        page_table_BC: Pages of the sinks, then those of the window.
+        skipped_B1: Number of slots between the two. A slot of the window has an index lower by this
+            number in ``page_table_BC``.
+    """
 
     page_table_BC: Tensor
     skipped_B1: Tensor
 
 
 class SparseDrafter(Drafter):
-    """What it writes are entries of the main model's own, which verification writes again."""
+    """The main model as its own drafter, over a sparse window of its cache.
+
+    Drafting writes entries of the main model's cache, which verification overwrites.
+    """
 
     name = "self"
 
@@ -81,7 +89,8 @@ class SparseDrafter(Drafter):
 def select_window(
     context: DraftContext, budget: int, num_drafts: int, page_size: int
 ) -> SparseWindow:
-    """As many pages as drafts have at least, however small these are."""
+    """Choose the pages that drafts read: ``budget`` pages, or more if the drafts span more
+    pages."""
     table_BP = context.page_table_BP
     num_newest = max(budget - NUM_SINKS, 2 + num_drafts // page_size)
     last_B1 = (context.num_known_B - 2 + num_drafts).clamp(min=0).unsqueeze(1) // page_size

@@ -1,4 +1,5 @@
-"""Drafts of anybody's class: plain Python, token ids in, drafts out, whatever it does wrong.
+"""User-defined drafters: plain Python classes that map token ids to drafts. Their errors cost
+drafts, nothing else.
 
 Shape legend: B rows, N drafts.
 """
@@ -21,23 +22,30 @@ from tandem.model.network.deepseek import DeepseekV3
 
 log = logging.getLogger(__name__)
 MAX_FAILURES_IN_ROW = 3
-"""Steps in a row with a failure, after which it is not called again."""
+"""Number of consecutive steps with a failure after which the class is not called again."""
 TokensAndParents = tuple[list[int], list[int]]
-"""Tokens, and the node that each comes after."""
+"""Tokens, and the parent node of each."""
 
 
 class UserClass(Protocol):
-    """What it has to be; made once by each rank, without arguments, and called on one thread."""
+    """The interface of a user-defined class. Each rank creates one instance, without arguments, and
+    calls it on one thread at a time."""
 
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> Any:
-        """At most ``num_drafts`` tokens that may follow: a list of ids, one behind the other, or
-        (ids, parents), where parent 0 is the end of the text and k the k-th draft."""
+        """Return at most ``num_drafts`` tokens that may follow ``token_ids``.
+
+        The result is a list of ids, which are a chain, or a pair (ids, parents). Parent 0 is the
+        end of the text, parent k is the k-th draft.
+        """
 
 
 class UserDrafter(TextDrafter):
-    """Each of its rows' texts is given to ``user_drafter.draft``. A row for which that raises or
-    gives what are no drafts goes without; so do all from whom the thread is not back within
-    ``timeout_s``. What ends later is dropped, and until then it is not called again."""
+    """A drafter that calls ``user_drafter.draft`` with the text of each row.
+
+    A row has no drafts if the call raises an exception or returns invalid drafts. No row has drafts
+    if the thread does not finish within ``timeout_s``. Late results are dropped, and the class is
+    not called again before they have arrived.
+    """
 
     runs_on_host = True
 
@@ -63,7 +71,8 @@ class UserDrafter(TextDrafter):
         network: DeepseekV3,
         spec_config: SpeculationConfig,
     ) -> "UserDrafter":
-        """Raises ValueError if their class cannot be made."""
+        """Create an instance of ``user_class`` and wrap it. Raises ValueError if the constructor
+        fails."""
         try:
             user_drafter = user_class()
         except Exception as error:
@@ -114,7 +123,7 @@ class UserDrafter(TextDrafter):
         return Drafts(tokens_BN, num_B, parents_BN=None if draft_shape.is_chain else parents_BN)
 
     def _real_texts(self, context: DraftContext) -> dict[int, list[int]]:
-        """By place in the batch."""
+        """Return the text of each row that is not padding, by row of the batch."""
         known = zip(context.rows_B.tolist(), context.num_known_B.tolist(), strict=True)
         texts = {}
         for b, (row, num_known) in enumerate(known):
@@ -127,6 +136,7 @@ class UserDrafter(TextDrafter):
     def _draft_with_timeout(
         self, texts: dict[int, list[int]], draft_shape: DraftShape
     ) -> dict[int, TokensAndParents]:
+        """Call the class on a thread and return its drafts by row; {} if it fails or is late."""
         if (
             not texts
             or not draft_shape.num_nodes
@@ -138,7 +148,7 @@ class UserDrafter(TextDrafter):
         is_late = self._thread is not None and self._thread.is_alive()
         if not is_late:
             told = [[*one] for one in texts.values()], draft_shape, found, errors
-            # Nobody waits for its end: a process can end while it hangs.
+            # A daemon thread, so that the process can exit while the user's code hangs.
             self._thread = Thread(target=self._draft_all, args=told, daemon=True)
             self._thread.start()
             self._thread.join(self._timeout_s)
@@ -159,12 +169,13 @@ class UserDrafter(TextDrafter):
         found: list[TokensAndParents],
         errors: list[BaseException],
     ) -> None:
-        """On the thread; what it appends to is looked at once that has ended."""
+        """Call the class for each text. Runs on the thread; its lists are read only once the thread
+        has ended."""
         for text in texts:
             try:
                 drafts = self._user_drafter.draft(text, draft_shape.num_nodes)
                 found.append(check_drafts(drafts, draft_shape, self._vocab_size))
-            except BaseException as error:  # whatever it is: the thread is theirs
+            except BaseException as error:  # SystemExit, too, must only cost drafts
                 errors.append(error)
                 found.append(([], []))
 
@@ -176,7 +187,8 @@ class UserDrafter(TextDrafter):
 
 
 def check_drafts(drafts: Any, draft_shape: DraftShape, vocab_size: int) -> TokensAndParents:
-    """Raises ValueError saying what is no draft."""
+    """Return the drafts as (tokens, parents). Raises ValueError if they are not valid for
+    ``draft_shape``."""
     if not isinstance(drafts, list | tuple):
         raise ValueError(f"drafts: {type(drafts)}; use a list of token ids, or (ids, parents)")
     tokens, parents = drafts if isinstance(drafts, tuple) else (drafts, range(len(drafts)))
