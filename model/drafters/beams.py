@@ -61,7 +61,7 @@ def root_beam(hidden_BD: Tensor) -> Beam:
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
     nodes = Tree(none_B1, none_B1, none_B1 + 1, 0)
-    whole_B1 = zeros_B1.float()  # logarithms
+    whole_B1 = zeros_B1.float()  # log 1: the root is certain
     return Beam(none_B1, whole_B1, whole_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
 
 

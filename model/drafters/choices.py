@@ -57,7 +57,7 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
 
 
 def sibling_orders(choices: Iterable[Choice]) -> list[int]:
-    """Return how many siblings come before each path."""
+    """Return the number of siblings that come before each path."""
     seen: Counter[Choice] = Counter()
     orders = []
     for path in choices:

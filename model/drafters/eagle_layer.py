@@ -1,7 +1,7 @@
 """The layer of an EAGLE head, over embeddings and features of the main model (EAGLE-1, arXiv
 2401.15077; EAGLE-3, arXiv 2503.01840). Parameters have the authors' names.
 
-Shape legend: X rows, D hidden, F = D features per tap, H heads, K head width. G heads with keys and
+Shape legend: X rows, D hidden, F = taps x D features, H heads, K head width. G heads with keys and
 values, L values of an entry, V vocabulary, U draft vocabulary.
 """
 

@@ -43,8 +43,7 @@ class PassWindow:
         hidden_XD: Output of the previous module for the rows.
         slots_BW: Slot of each row.
         num_real_B: Number of rows that belong to the text, H + m. The last one is the head row.
-        is_first_unknown_B: True if the prefill rank has written the first pending row, known or
-            not.
+        is_first_unknown_B: True if the prefill rank has written the first pending row.
         num_drafts: Number of drafts so far.
     """
 
@@ -120,7 +119,7 @@ class VanillaDrafter(MtpDrafter):
     ) -> Self:
         """Load one module per draft, or all that the checkpoint has if these are fewer.
 
-        Prefill ranks do not load the experts of the last module, whose output they do not need.
+        Ranks that never draft skip the experts of the last module, whose output they do not need.
         Raises ValueError as ``load_weights`` does.
         """
         num = min(num_mtp_layers(checkpoint.files, checkpoint.config), spec_config.max_depth)
@@ -139,8 +138,8 @@ class VanillaDrafter(MtpDrafter):
     ) -> MtpRows:
         """Create the state of one row.
 
-        The first pending row is never written: prefill has written all its entries, known or not,
-        in pages that other sequences may share.
+        The first pending row is not written, with or without features: prefill has written its
+        entries, in pages that other sequences may share.
         """
         hidden_1KD = features_F.view(1, self.num_feature_tokens, -1)
         rows = super().init_state(text, hidden_1KD[0, -1], False, max_depth)
@@ -149,8 +148,8 @@ class VanillaDrafter(MtpDrafter):
         return prepend_history(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
-        """Write the cache entries of a packed batch. Row i of module k pairs the output of module k
-        - 1 with token i + k."""
+        """Write the cache entries of a packed batch. Row i of module k pairs token i + k with the
+        output of module k-1."""
         batch, hidden_TD = shift_positions(batch), features_1TF[0]
         angles = self._angles(batch)
         for i, (layer, cache) in enumerate(zip(self._layers, caches[MTP], strict=True)):
@@ -196,6 +195,7 @@ class VanillaDrafter(MtpDrafter):
         return drafts
 
     def commit(self, state: MtpRows, emitted: Emitted, catch_up_width: int) -> MtpRows:
+        """Queue the emitted tokens for the next pass 1, after the H rows of history before them."""
         num = self._num_history
         if catch_up_width == 0:
             all_B = state.num_pending_B + num
@@ -217,8 +217,8 @@ class VanillaDrafter(MtpDrafter):
         *,
         has_draft: bool,
     ) -> Tensor:
-        """Write the entries of a module. Returns its output at the head row, which is valid only if
-        it ``has_draft`` or is not the last module."""
+        """Write the entries of a module and return its output at the head row. The last module
+        computes that output only with ``has_draft``; otherwise its input is returned."""
         layer, cache = self._layers[number], caches[MTP][number]
         batch = window.batch(number, context, cache.shape[1])
         cos, sin = angles = self._angles(batch)

@@ -28,8 +28,8 @@ class NgramDrafter(TextDrafter):
     """Draft from the longest n-gram, of at most ``max_ngram_size`` tokens, that ends the text and
     occurs earlier in it.
 
-    Of several occurrences, ``oldest`` selects the first. Otherwise it is the newest one that is
-    followed by enough tokens for all drafts.
+    Of several occurrences, ``oldest`` selects the first. Otherwise the newest is taken, preferably
+    one followed by enough tokens for all drafts.
     """
 
     name = "ngram"
@@ -80,6 +80,7 @@ class SharedNgramDrafter(NgramDrafter):
     """
 
     def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> Any:
+        """Allocate the texts of the rows and the shared n-gram table."""
         return super().create_table(num_rows, num_tokens, device), NgramTable.empty(device)
 
     def register_row(self, table: Any, row: int, token_ids: Sequence[int]) -> None:

@@ -2,8 +2,8 @@
 includes the texts of finished requests.
 
 An n-gram is stored at the slot of its hash and replaces the previous entry there. Tokens are copied
-into the table, so no entry refers to a row. Shape legend: B rows, W positions of a window, M tokens
-of the longest n-gram, N drafts, S slots.
+into the table, so no entry refers to a row.
+Shape legend: B rows, W positions of a window, M tokens of the longest n-gram, N drafts, S slots.
 """
 
 from typing import NamedTuple

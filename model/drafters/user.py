@@ -136,7 +136,8 @@ class UserDrafter(TextDrafter):
     def _draft_with_timeout(
         self, texts: dict[int, list[int]], draft_shape: DraftShape
     ) -> dict[int, TokensAndParents]:
-        """Call the class on a thread and return its drafts by row; {} if it fails or is late."""
+        """Call the class on a thread and return its drafts by row; {} if it is late or switched
+        off."""
         if (
             not texts
             or not draft_shape.num_nodes

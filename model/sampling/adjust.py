@@ -1,8 +1,8 @@
 """Logit rules that a request sets: bias, penalties and min_tokens.
 
 Token counts are a pure function of (prompt, output ids, drafts before a position). Penalties
-therefore count exactly the tokens that decoding without drafts would count. Shape legend: B rows, V
-vocabulary, N tokens.
+therefore count exactly the tokens that decoding without drafts would count.
+Shape legend: B rows, V vocabulary, N tokens.
 """
 
 from collections.abc import Iterable

@@ -3,8 +3,8 @@
 
 At each node, r starts as p. The children are tried in order. Child x is accepted with probability
 min(1, r(x) / q(x)), where q excludes the children before x. After a rejection, r becomes max(r - q,
-0), normalised. If no child is accepted, the next token is sampled from r. Shape legend: B rows, N
-drafts, Q = N + 1 nodes, V vocabulary.
+0), normalised. If no child is accepted, the next token is sampled from r.
+Shape legend: B rows, N drafts, Q = N + 1 nodes, V vocabulary.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
 The output distribution is exactly p, but the tokens also depend on the drafts. They are therefore
 not a function of the seed alone. The draft, the coin and the token after a rejection use separate
 noise streams at their output index. A later step may reuse the noise of a position that was not
-reached, because that noise had no effect. Shape legend: B rows, N drafts of this step, N1 = N + 1
-positions, V vocabulary.
+reached, because that noise had no effect.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
 from dataclasses import replace

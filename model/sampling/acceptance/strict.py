@@ -1,8 +1,8 @@
 """Strict acceptance: a draft passes iff it is the token that the main model itself chose.
 
 Lossless: the emitted tokens are those of decoding without drafts. Drafts of sampled rows use the
-noise of the token that they predict, which raises the acceptance rate. Shape legend: B rows, N
-drafts of this step, N1 = N + 1 positions, V vocabulary.
+noise of the token that they predict, which raises the acceptance rate.
+Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
 from torch import Tensor

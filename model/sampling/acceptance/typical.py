@@ -2,8 +2,8 @@
 
 Lossy, for sampled requests. Draft x passes if p(x) > min(epsilon, alpha * exp(-H)). Here p is the
 distribution that the request samples from after the drafts before x, and H is its entropy. The
-token that the main model samples passes too, because accepting it never adds loss. Shape legend: B
-rows, N drafts of this step, V vocabulary.
+token that the main model samples passes too, because accepting it never adds loss.
+Shape legend: B rows, N drafts of this step, V vocabulary.
 """
 
 from dataclasses import replace
