@@ -1,4 +1,4 @@
-"""What a channel is: two ends, transfers in order, destroyed at the first error."""
+"""Channels between two ranks: ordered tensor transfers, ended by the first error."""
 
 import logging
 import queue
@@ -19,27 +19,35 @@ log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """One end of a connection of two ranks. One thread posts transfers, several at a time, another
-    waits for them in order and destroys it once nothing more is posted; any may `abort`."""
+    """One end of a connection between two ranks; the backends implement it.
+
+    One thread posts transfers, of which several may be pending. A second thread waits for them in
+    order and destroys the transport after the last one. Any thread may call ``abort``.
+    """
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
-        """Start a transfer; what is returned is for `wait`. Raises where it cannot start."""
+        """Start a transfer and return a handle for ``wait``. Raises if it cannot start."""
 
     def wait(self, posted: Any, timeout_s: float) -> None:
-        """Block the host until the transfer's tensor is free; raise on failure or deadline."""
+        """Block until the transfer no longer uses its tensor. Raises on failure or timeout."""
 
     def abort(self) -> None:
-        """Have a running transfer fail as soon as the backend can. May block, may raise."""
+        """Make running transfers fail as soon as the backend can. May block, may raise."""
 
     def destroy(self) -> None:
-        """Free what the backend holds. Returns or raises only when no posted transfer can touch
-        its tensor any more; may block until then."""
+        """Release the backend's resources.
+
+        Blocks until no posted transfer can access its tensor any more, also if it then raises.
+        """
 
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """``done`` resolves when its tensor is free; where that fails, the tensor is free once the
-    channel is terminal."""
+    """One tensor sent or received over a channel.
+
+    ``done`` succeeds when the transfer no longer uses its tensor. If ``done`` fails, the tensor
+    may be in use until the channel's ``terminal`` resolves.
+    """
 
     direction: Direction
     tensor: Tensor
@@ -52,15 +60,23 @@ class Transfer:
 
 
 class Channel:
-    """Transfers run in order, each within ``timeout_s`` of the end of the one before it. They are
-    posted as they come, so that what is on its way hides how the next begins.
+    """An ordered stream of tensor transfers over a transport, which the channel owns.
 
-    Takes ownership of ``wire``. Both ends number their transfers alike; ``asked`` are the latest
-    chunks that D has asked for, by numbers of their own, for some come to nothing. After any error
-    or `abort` nothing more is accepted and what was fails at once. ``terminal`` resolves once no
-    memory given to the channel can be touched: when the wire is destroyed, also when that raised. A
-    backend that hangs in it keeps the memory: that is logged, and nothing else can be done about it
-    but ending the process.
+    Both ends number their transfers in the same order. Transfers are posted without waiting for
+    earlier ones, so that the startup of one overlaps with the previous one. After an error or
+    ``abort``, pending transfers fail at once and new ones are refused.
+
+    If the backend hangs while it is destroyed, ``terminal`` never resolves. The hang is logged;
+    only the end of the process frees that memory.
+
+    Attributes:
+        timeout_s: Maximum time of a transfer, measured from the end of the previous one.
+        num_transfers: Number of transfers so far, which is the id of the next one.
+        requested_chunks: Numbers of the latest 64 chunk requests (messages.Send). They differ
+            from transfer ids because some requests fail before a transfer.
+        terminal: Resolves when no memory given to the channel can be accessed any more: after the
+            transport was destroyed, with or without an error.
+        failure: The first error, None while the channel is usable.
     """
 
     def __init__(self, transport: Transport, name: str, timeout_s: float) -> None:
@@ -77,16 +93,18 @@ class Channel:
             threading.Thread(target=run, name=f"channel-{name}", daemon=True).start()
 
     def send(self, tensor: Tensor) -> Transfer:
-        """Send a tensor that is ready to be read. Never blocks; errors arrive in ``done``."""
+        """Queue the sending of a tensor that is ready to be read.
+
+        Never blocks; errors are set on ``done``.
+        """
         return self._enqueue("send", tensor)
 
     def recv(self, tensor: Tensor) -> Transfer:
-        """Receive into a contiguous tensor of the size sent. Never blocks."""
+        """Queue receiving into a contiguous tensor of the size sent. Never blocks."""
         return self._enqueue("recv", tensor)
 
     def abort(self, reason: str = "aborted") -> None:
-        """Refuse new transfers and end the running ones as soon as the backend can. Never
-        blocks."""
+        """Refuse new transfers and end running ones as soon as the backend can. Never blocks."""
         self._fail(HandoverError(f"channel {self.name}: {reason}"))
 
     def _enqueue(self, direction: Direction, tensor: Tensor) -> Transfer:
@@ -120,7 +138,7 @@ class Channel:
             log.exception("channel %s: abort failed", self.name)
 
     def _log_late_end(self) -> None:
-        # A wire without an abort ends at its own deadline; twice that is no longer slow.
+        # A transport without an abort ends after its own timeout. At twice that it hangs.
         late_s = 2 * self.timeout_s
         text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
         watch = threading.Timer(late_s, log.error, (text, self.name, late_s, self.failure))
@@ -152,8 +170,10 @@ class Channel:
                 transfer.done.set_result(None)
 
     def _attempt(self, transfer: Transfer, work: Callable[..., Any], *args: Any) -> Any:
-        """What it gives. What it raises ends the channel, of which only ``terminal`` says then
-        when memory is free."""
+        """Return the result of ``work``, None if the channel has failed or ``work`` raises.
+
+        An exception ends the channel; from then on only ``terminal`` shows when memory is free.
+        """
         try:
             return work(*args) if self.failure is None else None
         except BaseException as error:

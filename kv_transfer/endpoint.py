@@ -1,4 +1,4 @@
-"""What either end of hand-overs works with: a rank's KV, its threads, staging and wire."""
+"""Resources shared by all KV hand-overs of one rank: caches, threads, staging and channels."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,12 +16,18 @@ from tandem.kv_transfer.staging import StagingPool
 
 Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 5.0
-"""Leases and sweeps tell a peer too, and who leaves a gang has ten seconds."""
+"""Maximum seconds that ``TransferEndpoint.close`` waits for background calls to peers.
+
+Peers that miss them learn of the end by expired leases and idle channels. The time must be below
+``control.stop_timeout_s`` (default 10 s), after which a stopping rank is killed.
+"""
 
 
 class EngineThread(Protocol):
-    """Runs posted functions one after the other, between two steps, until it is told to fail, which
-    ends the rank (runtime/engine_loop.py)."""
+    """The engine's thread (runtime/engine_loop.py).
+
+    ``post`` queues a function, which runs between two steps. ``fail`` ends the rank.
+    """
 
     def post(self, function: Callable[[], Result]) -> "Future[Result]": ...
 
@@ -30,12 +36,17 @@ class EngineThread(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """A long poll is answered within ``wait_s``; any call within ``call_s`` more. A pull fails
-    once nothing new was computed for ``progress_s``; waiting for prefill to begin is no part
-    of it as soon as prefill knows of the prompt.
+    """Timeouts of hand-overs, in seconds.
 
-    A chunk waits ``staging_s`` for staging of D's. A channel that was not used for ``idle_s`` is
-    dropped by D, after twice that by P. Staging ought to leave quarantine within ``quarantine_s``.
+    Attributes:
+        wait_s: Maximum time that a prefill rank holds a long poll (messages.Pull).
+        call_s: Maximum time of a control call, in addition to the time a poll is held.
+        progress_s: A pull fails when no new token was computed for this long. The time that a
+            known prompt is queued for prefill does not count.
+        staging_s: Maximum time that a chunk waits for a staging buffer of the decode rank.
+        idle_s: The decode rank drops a channel that is unused for this long, the prefill rank
+            after twice that time.
+        quarantine_s: A staging buffer that is in quarantine for this long counts as stuck.
     """
 
     wait_s: float = 5.0
@@ -48,9 +59,13 @@ class Deadlines:
 
 @dataclass(eq=False)
 class TransferEndpoint:
-    """One end's parts; belongs to one Source or Sink. ``tasks`` outlive the calls that began
-    them, ``staging`` is all that the wire touches, and ``copier`` the one thread that copies
-    between it and pages."""
+    """Resources of one Source or Sink, which owns them.
+
+    Attributes:
+        tasks: Background tasks, which outlive the calls that started them.
+        staging: Staging buffers, the only memory that channels access.
+        copier: The single thread that copies between staging and pages.
+    """
 
     caches: PagedCaches
     engine: EngineThread
@@ -70,16 +85,19 @@ class TransferEndpoint:
         )
 
     def check_staging(self) -> None:
-        """End the rank when more than half of it is late to leave quarantine: the backend hangs."""
+        """End the rank if over half of its buffers are stuck in quarantine: the backend hangs."""
         late = self.staging.num_quarantined(self.deadlines.quarantine_s)
         if late > self.staging.num_buffers // 2:
             self.engine.fail(HandoverError(f"{late} staging buffers do not leave quarantine"))
 
     async def close(self) -> None:
-        """What is said to a peer that is silent, as that one hangs up, is cut off."""
+        """Finish or cancel all background tasks and shut the copier down.
+
+        Calls to peers that do not answer are cancelled after CLOSE_TIMEOUT_S.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.tasks.finish()
-        while self.tasks:  # what is cancelled may start what says so
+        while self.tasks:  # a cancelled task may start another call
             await cancel_and_wait(*self.tasks)
         self.copier.shutdown(wait=False)

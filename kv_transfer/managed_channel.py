@@ -1,4 +1,4 @@
-"""One end of one channel, from its first try to its end, as D's links and P hold it."""
+"""Lifecycle of one end of a channel, from its construction to its end, on either rank."""
 
 import asyncio
 import time
@@ -13,8 +13,14 @@ from tandem.kv_transfer.waiting import SLACK_S
 
 @dataclass(eq=False)
 class ManagedChannel:
-    """The channel that both ends call ``nonce``, which ``building`` makes. ``hang_up`` has the peer
-    end its side; it is called once a channel that was built is dropped."""
+    """A channel that is built in the background and can be dropped at any time.
+
+    Attributes:
+        nonce: Name of the channel, the same at both ends.
+        building: Coroutine that builds the channel; started at once.
+        close_remote: Closes the peer's end; called when a channel that was built is dropped.
+            None on prefill ranks, whose peers close their own ends.
+    """
 
     nonce: str
     tasks: Tasks
@@ -27,7 +33,7 @@ class ManagedChannel:
 
     @property
     def is_usable(self) -> bool:
-        """Being built, or built and not failed since."""
+        """Whether the channel is being built, or is built and has not failed."""
         task = self._building
         return not task.done() or (task.exception() is None and task.result().failure is None)
 
@@ -35,7 +41,10 @@ class ManagedChannel:
         return time.monotonic() - self._used_at > for_s
 
     async def channel(self) -> Channel:
-        """Once built; whoever waits may be cancelled. Raises what it failed of."""
+        """Wait until the channel is built and return it; raise its error if it failed.
+
+        Cancelling the wait does not cancel the construction.
+        """
         self._used_at = time.monotonic()
         channel = await asyncio.shield(self._building)
         if channel.failure is not None:
@@ -43,7 +52,7 @@ class ManagedChannel:
         return channel
 
     def drop(self, reason: str) -> None:
-        """End the channel, also if it is yet to be built."""
+        """End the channel in the background; one that is still being built ends once it is."""
         self.tasks.start(self._drop(reason))
 
     async def _drop(self, reason: str) -> None:
@@ -53,6 +62,6 @@ class ManagedChannel:
             channel.abort(reason)
             if self.close_remote is not None:
                 await self.close_remote()
-            # A channel that is later than this has said so in the log.
+            # A channel that takes longer has logged an error itself.
             late_s = 2 * channel.timeout_s + SLACK_S
             await asyncio.wait([asyncio.wrap_future(channel.terminal)], timeout=late_s)

@@ -1,19 +1,19 @@
-"""The hand-over's messages. D (decode) calls P (prefill); every request has one reply.
+"""Messages of the KV hand-over, in which a decode rank calls a prefill rank.
 
-=========  ========  =====================================================================
-method     reply     meaning
-=========  ========  =====================================================================
-connect    Accepted  P starts its end of a channel; both ends meet under the nonce
-pull       Ready     wait for KV beyond what D has; the seal comes with it once there is one
-send       Sent      P has read a chunk into staging and begins to send it
-sums       Sums      what P's pages hold, for D to compare
-renew      Done      the lease lives on (or will, if prefill has not opened it yet)
-release    Done      D needs nothing more of it; saying so twice is fine
-close_channel    Done      D's end of the channel is gone, P shall drop its own
-=========  ========  =====================================================================
+=============  ============  ============  ====================================================
+method         message       reply         effect on the prefill rank
+=============  ============  ============  ====================================================
+connect        Connect       ConnectReply  start to build the prefill rank's end of a channel
+pull           Pull          PullReply     wait for tokens that are not pulled yet, or the seal
+send           Send          SendReply     copy a chunk into staging and start to send it
+checksums      Identity      Checksums     checksum the pages of a sequence
+renew          Identity      Empty         restart the lease; no effect if not open yet
+release        Release       Empty         end the offer and its lease; may be repeated
+close_channel  CloseChannel  Empty         drop the prefill rank's end of the channel
+=============  ============  ============  ====================================================
 
-What is summed up or renewed is told by its Identity alone. A request that fails is answered by a
-Failure (core/schema.py). The epoch of P that is meant is in the call's envelope (core/control.py).
+``Source`` implements these methods and ``Sink`` calls them. A call that fails is answered with a
+``Failure`` (core/schema.py). The call's envelope names the prefill rank's epoch (core/control.py).
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,16 @@ from tandem.core.identity import Identity
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Flow to D, at routing time: where the KV will be, of ``num_tokens``.
+    """Location of a prompt's future KV, sent by the gateway to the decode rank after routing.
 
-    ``owner`` and ``epoch`` say which life of which rank will have it, ``seat`` which rank that is
-    in all its lives, ``caches`` what that has (Layout.facts).
+    Attributes:
+        protocol: The prefill rank's ``layout.PROTOCOL``.
+        owner: Name of the prefill rank's process, for error messages.
+        rank_name: Name of the prefill rank, the same in all epochs.
+        epoch: Epoch of the prefill rank; the offer is void in any other.
+        identity: The attempt that the KV is computed for.
+        caches: ``Layout.compatibility_facts`` of the prefill rank.
+        num_tokens: Number of prompt tokens whose KV is handed over.
     """
 
     protocol: int
@@ -40,8 +46,15 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """``peer`` is D's rank, the same in all its lives, ``epoch`` its life; a new channel of a
-    peer replaces its old one. ``caches`` are what D wants (Layout.facts)."""
+    """Request to open a channel; it replaces the decode rank's previous one.
+
+    Attributes:
+        peer: Name of the decode rank, the same in all epochs.
+        epoch: Epoch of the decode rank.
+        nonce: Random name of the channel, under which both ends meet.
+        backend: Transport of the decode rank, "gloo" or "nccl"; both ends must use the same.
+        caches: ``Layout.compatibility_facts`` of the decode rank.
+    """
 
     peer: str
     epoch: int
@@ -52,7 +65,7 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class ConnectReply:
-    """Where P's rendezvous listens, and how long its leases are."""
+    """Reply to Connect: HOST:PORT of the prefill rank's store, and its lease time in seconds."""
 
     address: str
     lease_s: float
@@ -60,7 +73,7 @@ class ConnectReply:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Answer within ``wait_s``, earlier once there are more than ``num_pulled`` tokens."""
+    """Long poll for tokens beyond the first ``num_pulled``, or the seal, for up to ``wait_s``."""
 
     identity: Identity
     num_pulled: int
@@ -69,10 +82,14 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The KV is complete; ``generations`` are those of P's pages, which its Source adds.
+    """End of a hand-over: the KV is complete.
 
-    ``features`` of the last prompt token are what the drafter wants of the main model, as raw
-    bytes; None for zero_hidden, and if it wants nothing.
+    Attributes:
+        first_token: The first output token.
+        features: Raw bytes of the main model's features that the drafter needs of the last prompt
+            tokens. None if it needs none, or if ``speculation.handover_hidden`` is false.
+        features_dtype: Element type of ``features``, such as "bfloat16"; "" without them.
+        generations: Generations of the prefill rank's pages, added by its ``OfferBook``.
     """
 
     first_token: int
@@ -83,7 +100,13 @@ class Seal:
 
 @dataclass(frozen=True, slots=True)
 class PullReply:
-    """Tokens computed so far, of all groups alike. ``opened`` is False while prefill is unknown."""
+    """Progress of a prefill.
+
+    Attributes:
+        is_open: False as long as the prefill rank does not know the prompt.
+        num_tokens: Tokens computed so far, the same number in all groups.
+        seal: None until the KV is complete.
+    """
 
     is_open: bool
     num_tokens: int
@@ -91,13 +114,19 @@ class PullReply:
 
     @property
     def is_queued(self) -> bool:
-        """The prompt is there, its turn has not come: P is alive and says so."""
+        """Whether the prefill rank has the prompt and has not started to compute it."""
         return self.is_open and not self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send tokens ``[lo, hi)`` of a group over channel ``nonce``, of which D asks by ``number``."""
+    """Request for one chunk: tokens ``[lo, hi)`` of a cache group.
+
+    Attributes:
+        nonce: The channel to send the chunk over.
+        number: Sequence number of this request on its channel, by which the prefill rank
+            recognizes a repeated one.
+    """
 
     identity: Identity
     group: str
@@ -109,8 +138,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SendReply:
-    """Which transfer of its channel it is, in whose order answers come; ``generations`` of P's
-    pages ``first_page ...`` (counted within the request) as read."""
+    """Reply to Send, returned when the chunk has been read and its transfer is queued.
+
+    Attributes:
+        transfer_id: Sequence number of the transfer on its channel.
+        num_bytes: Size of the chunk.
+        first_page: Index of the first page read, counted from the start of the sequence.
+        generations: Generations of the prefill rank's pages from ``first_page`` on, when read.
+    """
 
     transfer_id: int
     num_bytes: int
@@ -120,8 +155,12 @@ class SendReply:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """Checksums (checksums.py) of each ``num_tokens`` of what P has of a sequence, by the name of
-    the group; D may have fewer of those."""
+    """Checksums (checksums.py) of the prefill rank's KV of one sequence.
+
+    Attributes:
+        num_tokens: Tokens covered by one checksum: the prefill rank's page size.
+        groups: Checksums by group name, in token order. The decode rank may have fewer groups.
+    """
 
     num_tokens: int
     groups: dict[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""P's book of offered sequences: how far each is computed, its lease, and who waits for it."""
+"""Sequences that a prefill rank offers: how far each is computed, its lease and its waiters."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,13 +15,19 @@ if TYPE_CHECKING:
     from tandem.kv_transfer.caches import DeviceEvent
 
 ENDED_KEEP_S = 600.0
-"""How long an ended identity is known, so that late calls get its reason and not silence."""
+"""Minimum seconds for which the reason why a sequence ended is kept, for late calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedPrefix:
-    """What there is of a sequence. Pages only ever grow; their ``generations`` are those they came
-    with. ``mark`` is the device's (PagedCaches.mark)."""
+    """The part of a sequence whose KV is computed.
+
+    Attributes:
+        num_tokens: Number of computed tokens.
+        pages: Pages of the sequence; later states only append to them.
+        generations: Generation of each page when it was added.
+        event: Device event after which the entries are written (PagedCaches.record_event).
+    """
 
     num_tokens: int = 0
     pages: tuple[int, ...] = ()
@@ -31,8 +37,13 @@ class ComputedPrefix:
 
 @dataclass(slots=True, eq=False)
 class OpenOffer:
-    """An open sequence, leased until ``ends_at``; ``on_release`` is to be called when it ends.
-    Its seal holds the generations that its pages had when the engine told of them last."""
+    """An offered sequence.
+
+    Attributes:
+        ends_at: Time at which the lease expires, by the clock of the book.
+        on_release: Callback of the engine, to be called once the offer has ended.
+        seal: None until the KV is complete. Holds the generations of the pages at that time.
+    """
 
     computed: ComputedPrefix
     ends_at: float
@@ -44,8 +55,11 @@ class OpenOffer:
 
 
 class OfferBook:
-    """Owned by one asyncio loop. An identity is unknown, then open and leased, then ended for
-    good; it may end before it was open."""
+    """All offers of a prefill rank. Owned by one asyncio loop.
+
+    An identity is unknown, then open with a lease, then ended for good. It may end before it is
+    opened.
+    """
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self.lease_s = lease_s
@@ -63,7 +77,7 @@ class OfferBook:
         return list(self._open)
 
     def open(self, identity: Identity, on_release: Callable[[], None]) -> bool:
-        """Start an identity and its lease. False if it ended before: nothing is kept then."""
+        """Open an offer and start its lease. Return False, without effect, if it ended before."""
         assert identity not in self._open, f"{identity} was opened twice"
         if identity in self._ended:
             return False
@@ -72,22 +86,29 @@ class OfferBook:
         return True
 
     def get(self, identity: Identity) -> OpenOffer | None:
-        """The open entry, None while unknown. Raises SequenceEnded once ended."""
+        """Return the open offer, None if the identity is unknown. Raises SequenceEnded if ended."""
         if identity in self._ended:
             raise SequenceEnded(f"{identity}: {self._ended[identity]}")
         return self._open.get(identity)
 
     def get_open(self, identity: Identity) -> OpenOffer:
-        """The open entry. Raises SequenceEnded for anything else."""
+        """Return the open offer. Raises SequenceEnded if the identity is unknown or has ended."""
         entry = self.get(identity)
         if entry is None:
             raise SequenceEnded(f"{identity}: not offered here")
         return entry
 
     def advance(self, identity: Identity, now: ComputedPrefix, seal: Seal | None = None) -> None:
-        """A later state of an entry, which its ``seal`` closes; what has ended stays ended.
-        A page keeps the generation it came with: that of another owner of it must never look
-        right."""
+        """Record progress of an offer; ignored if the offer has ended.
+
+        Known pages keep the generation they were added with, so that the generation of a later
+        owner of a page never passes the check.
+
+        Args:
+            identity: The sequence, which must not be sealed yet.
+            now: Computed tokens, and all pages so far.
+            seal: Given when the KV is complete; no progress may follow.
+        """
         entry = self._open.get(identity)
         if entry is None:
             return
@@ -103,14 +124,14 @@ class OfferBook:
         self._notify(identity)
 
     def end(self, identity: Identity, reason: str) -> OpenOffer | None:
-        """End an identity, known or not; its entry if it was open."""
+        """End an identity, known or not. Return its offer if it was open."""
         entry = self._open.pop(identity, None)
         self._ended.add(identity, reason)
         self._notify(identity)
         return entry
 
     def sweep(self) -> dict[Identity, OpenOffer]:
-        """End what expired and return it; forget what ended long ago."""
+        """End offers with an expired lease and return them. Forget those that ended long ago."""
         now = self._clock()
         self._ended.sweep()
         expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}
@@ -119,8 +140,10 @@ class OfferBook:
         return expired
 
     def renew(self, identity: Identity) -> None:
-        """Start the lease anew; one not opened yet needs none. Raises SequenceEnded for what has
-        ended, or ran out unswept."""
+        """Restart the lease of an offer; no effect on an unknown identity.
+
+        Raises SequenceEnded if the offer has ended or its lease has expired.
+        """
         entry = self.get(identity)
         if entry is None:
             return
@@ -129,9 +152,12 @@ class OfferBook:
         entry.ends_at = self._clock() + self.lease_s
 
     async def wait(self, identity: Identity, num_pulled: int, wait_s: float) -> OpenOffer | None:
-        """The entry as soon as it has more than ``num_pulled``, else as it is after ``wait_s``.
+        """Wait until an offer is sealed or has more than ``num_pulled`` tokens, and return it.
 
-        None if it is still unknown then. Raises SequenceEnded when it ends meanwhile.
+        After ``wait_s`` seconds return the offer in its present state, or None if it is unknown.
+
+        Raises:
+            SequenceEnded: The offer has ended, or ends during the wait.
         """
         loop = asyncio.get_running_loop()
         give_up_at = loop.time() + wait_s

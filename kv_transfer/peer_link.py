@@ -1,4 +1,4 @@
-"""D's ends of channels: one link per life of a prefill rank, rebuilt after any failure."""
+"""A decode rank's connections: one link per epoch of a prefill rank."""
 
 import asyncio
 import logging
@@ -20,16 +20,25 @@ from tandem.kv_transfer.waiting import open_with_deadline, wait_for_transfer
 
 log = logging.getLogger(__name__)
 MAX_CHUNKS_PER_LINK = 3
-"""Of a link: P reads one chunk while another is on the wire, and one is asked for."""
+"""Maximum chunks of one link in flight.
+
+One is read by the prefill rank, one is on the network, and the request for one is on its way.
+"""
 
 
 @dataclass(eq=False)
 class PeerLink:
-    """The way to one (owner, epoch), by which all bytes come: who brings a chunk waits for its
-    `place` and then has to `move`. At most MAX_CHUNKS_PER_LINK of its chunks are on their way, so a
-    stopped peer holds no more staging than that.
+    """Connection to one epoch of a prefill rank, over which all of its chunks are received.
 
-    ``me`` is this rank as P knows it, its seat and epoch.
+    A caller of ``reserve_slot`` must then call ``transfer_chunk``. At most MAX_CHUNKS_PER_LINK
+    chunks are in flight, which bounds the staging that a stopped peer can block. The channel is
+    rebuilt after a failure.
+
+    Attributes:
+        local_rank: Name and epoch of this rank, sent to the prefill rank.
+        owner: Name of the prefill rank's process, for messages.
+        epoch: Epoch of the prefill rank.
+        num_transferring: Number of slots in use.
     """
 
     local_rank: tuple[str, int]
@@ -47,10 +56,15 @@ class PeerLink:
         self.lease_s = self.endpoint.config.lease_s
 
     async def ensure_channel(self) -> tuple[ManagedChannel, Channel]:
-        """A line with its channel, warm and usable, built anew where there is none. Who finds that
-        it fails drops it, which has P end its side: that is what stops a receive.
+        """Return the usable, warmed-up channel and its manager; build one if there is none.
 
-        Raises LayoutMismatch, RankLost (another epoch, no answer) or HandoverError.
+        A caller to which the channel fails must drop the manager. That closes the prefill rank's
+        end, which is what ends a blocked receive.
+
+        Raises:
+            LayoutMismatch: The prefill rank does not cache what this rank needs.
+            RankLost: The prefill rank does not answer, or has another epoch.
+            HandoverError: The channel could not be built.
         """
         managed = self._managed
         if managed is None or not managed.is_usable:
@@ -63,11 +77,11 @@ class PeerLink:
 
     @property
     def has_channel(self) -> bool:
-        """A usable channel, or one that is being built."""
+        """Whether there is a usable channel, or one that is being built."""
         return self._managed is not None and self._managed.is_usable
 
     def drop_if_idle(self, idle_s: float) -> None:
-        """End a channel that nobody has used for ``idle_s``."""
+        """End the channel if it was not used for ``idle_s`` seconds."""
         if (
             self._managed is not None
             and self._managed.is_idle(idle_s)
@@ -76,13 +90,13 @@ class PeerLink:
             self.drop(f"not used for {idle_s} s")
 
     def drop(self, reason: str) -> None:
-        """End whatever channel there is; the next `ready` builds another."""
+        """End the channel, if any; the next ``ensure_channel`` builds another."""
         if self._managed is not None:
             self._managed.drop(reason)
         self._managed = None
 
     async def reserve_slot(self) -> Buffer:
-        """Wait for a channel and for staging to `move` a chunk into, which gives the place up."""
+        """Wait for a slot, the channel and a staging buffer; ``transfer_chunk`` frees the slot."""
         await self._slots.acquire()
         self.num_transferring += 1
         try:
@@ -93,11 +107,14 @@ class PeerLink:
             raise
 
     async def transfer_chunk(self, identity: Identity, span: Span, buffer: Buffer) -> SendReply:
-        """Bring a chunk from P's pages into staging. Must run to its end; where it raises the
-        buffer is given back, as soon as nothing can write there.
+        """Receive one chunk of the prefill rank's pages into ``buffer``.
 
-        Raises SequenceEnded or StalePages where P has nothing to send; anything else ends the
-        channel.
+        Must run to its end and must not be cancelled. On an error the buffer returns to the pool
+        once nothing can write to it any more. Errors other than the two below end the channel.
+
+        Raises:
+            SequenceEnded: The prefill rank no longer offers the sequence.
+            StalePages: The prefill rank's pages have another owner.
         """
         data, staging, channel = staging_view(span, buffer).flatten(), self.endpoint.staging, None
         try:
@@ -126,9 +143,9 @@ class PeerLink:
         self._slots.release()
 
     async def call(self, method: str, message: Any, reply: type, wait_s: float = 0.0) -> Any:
-        """One control call to this owner; may take ``wait_s`` plus the usual deadline.
+        """Make one control call to the prefill rank, within ``wait_s`` plus ``Deadlines.call_s``.
 
-        Raises RankLost or HandoverError, whatever went wrong there.
+        All failures are raised as RankLost or HandoverError.
         """
         try:
             return await call_rank(

@@ -1,4 +1,4 @@
-"""One pull: its half of transfers (receive, scatter), and what it has received."""
+"""State of one pull on a decode rank: chunks are received into staging and scattered to pages."""
 
 import asyncio
 import time
@@ -14,16 +14,24 @@ from tandem.kv_transfer.peer_link import PeerLink
 from tandem.kv_transfer.staging import Buffer
 
 MAX_CHUNKS_IN_FLIGHT = 4
-"""Per pull: one is scattered while others come; those of other pulls get their turn between."""
+"""Maximum chunks of one pull in flight: one is scattered while others are received.
+
+The limit lets the chunks of concurrent pulls interleave.
+"""
 
 
 @dataclass(slots=True, eq=False)
 class PullState:
-    """One pull under way: where from, into which pages, and its transfers on the wire; one that was
-    started always runs to its end, even when nobody waits.
+    """A running pull. A transfer that was started runs to its end, even if the pull is cancelled.
 
-    ``num_pulled`` tokens of all groups have come and were scattered: ``read`` says as what.
-    ``wire_s`` is the time in which some of it was on its way.
+    Attributes:
+        link: Connection to the prefill rank.
+        pages: Pages of this rank to write the KV into.
+        num_pulled: Tokens that are in the pages, the same number in all groups.
+        replies: Replies for the chunks in the pages, with the page generations that were read.
+        wire_s: Seconds during which at least one chunk was in flight.
+        transfers: Running transfers.
+        window: Limits the chunks in flight to MAX_CHUNKS_IN_FLIGHT.
     """
 
     endpoint: TransferEndpoint
@@ -40,7 +48,7 @@ class PullState:
     )
 
     def check(self, ready: m.PullReply) -> None:
-        """Raises HandoverError for counts that cannot be."""
+        """Raise HandoverError if the reported number of tokens is impossible."""
         if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
                 f"{self.offer.identity}: {ready.num_tokens} tokens reported after "
@@ -48,7 +56,12 @@ class PullState:
             )
 
     def check_seal(self, seal: m.Seal) -> None:
-        """Raises HandoverError for other counts, StalePages for other pages."""
+        """Check that the seal covers exactly the pulled tokens and pages.
+
+        Raises:
+            HandoverError: The number of pulled tokens differs from the offered one.
+            StalePages: The generation of a page changed after it was read.
+        """
         identity, offered = self.offer.identity, self.offer.num_tokens
         if self.num_pulled != offered:
             raise HandoverError(
@@ -63,7 +76,11 @@ class PullState:
                 )
 
     def stats(self) -> TransferStats:
-        """The seconds are those in which chunks were on their way, P's reading of them too."""
+        """Return the totals of the pull.
+
+        ``seconds`` is the time during which chunks were in flight, including the prefill rank's
+        copies from its pages.
+        """
         num_bytes, backend = (
             sum(reply.num_bytes for reply in self.replies),
             self.endpoint.channel_factory.backend,
@@ -71,9 +88,9 @@ class PullState:
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
     async def fetch(self, span: Span) -> None:
-        """Bring a chunk of tokens into the pages and note it.
+        """Pull one chunk into the pages and record its reply.
 
-        Cancelled while it comes, it is left in staging and not scattered.
+        A chunk whose transfer is cancelled is received into staging and discarded.
         """
         async with self.window:
             buffer = await self.link.reserve_slot()
@@ -104,10 +121,10 @@ class PullState:
             self.endpoint.staging.free(buffer)
 
     async def _scatter(self, span: Span, buffer: Buffer) -> None:
-        """Copy a chunk from staging into the pages.
+        """Copy a chunk from staging into the pages. After a cancellation no copy is running.
 
         Raises:
-            HandoverError: The copy failed, for instance for want of device memory.
+            HandoverError: The copy failed, for instance because device memory ran out.
         """
         posted = self.endpoint.copier.submit(
             self.endpoint.caches.scatter, span, staging_view(span, buffer)

@@ -1,4 +1,4 @@
-"""The decode side of hand-overs: pulls a sequence's KV into pages the engine allocated."""
+"""Decode side of KV hand-overs: pulls a sequence's KV into pages that the engine allocated."""
 
 import asyncio
 import logging
@@ -22,17 +22,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """What a pull brought; the seconds of ``stats`` are those of Pulling.stats."""
+    """Result of a complete pull; ``stats`` is explained at ``PullState.stats``."""
 
     seal: m.Seal
     stats: TransferStats
 
 
 class Sink:
-    """One decode rank's side. ``seat`` and ``epoch`` are those of its RankSpec.
+    """Pulls KV for one decode rank. Created in a running asyncio loop, to which it belongs.
 
-    Made inside a running asyncio loop, to which it belongs; scatters run beside the steps of the
-    engine, which touch no page of a sequence before it is activated.
+    Copies into pages run in parallel with engine steps, which do not access the pages of a
+    sequence before it is activated.
+
+    Args:
+        rank_name: Name of this rank (RankSpec.rank_name).
+        epoch: Epoch of this rank.
+        endpoint: Resources of the hand-overs; the sink owns them.
     """
 
     def __init__(self, rank_name: str, epoch: int, endpoint: TransferEndpoint) -> None:
@@ -46,12 +51,21 @@ class Sink:
         )
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> PullResult:
-        """Bring an offered sequence into ``pages`` (this rank's, enough for it) and commit.
+        """Pull an offered sequence into ``pages`` as its prefill progresses.
 
-        ``control`` reaches the life of the rank that the offer names. Follows prefill's
-        progress, keeps the lease alive meanwhile and releases it at the end, whatever the end.
-        Once this returns, raises or is cancelled nothing writes into ``pages`` any more. Raises
-        LayoutMismatch, StalePages, RankLost or HandoverError.
+        The lease is renewed during the pull and released at its end, also after an error. Nothing
+        writes into ``pages`` once this method has returned, raised or been cancelled.
+
+        Args:
+            offer: Where the KV is.
+            control: Connection to the prefill rank, in the epoch that the offer names.
+            pages: Pages of this rank, enough for all tokens of the offer.
+
+        Raises:
+            LayoutMismatch: The prefill rank does not cache what this rank needs.
+            StalePages: Pages of the prefill rank changed hands.
+            RankLost: The prefill rank is lost or has another epoch.
+            HandoverError: Any other failure.
         """
         size = self._endpoint.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
@@ -76,7 +90,7 @@ class Sink:
             self._endpoint.tasks.start(self._release(pull, reason))
 
     async def close(self) -> None:
-        """Drop every channel and wait for all that is under way."""
+        """Drop all channels and end all background tasks."""
         await cancel_and_wait(self._sweeper)
         links = [*self._links.values()]
         self._links.clear()
@@ -87,11 +101,11 @@ class Sink:
             await link.control.close()
 
     async def idle(self) -> None:
-        """Wait for what finished pulls left behind: releases, and chunks cut off."""
+        """Wait for the background tasks of finished pulls: releases and discarded chunks."""
         await self._endpoint.tasks.finish()
 
     def counts(self) -> dict[str, int]:
-        """What is held right now; all zero after `close`."""
+        """Return the number of resources held, by kind; all are 0 after ``close``."""
         return {
             "pulls": len(self._pulls),
             "channels": sum(link.has_channel for link in self._links.values()),
@@ -101,7 +115,10 @@ class Sink:
         }
 
     def _link(self, owner: str, rank_name: str, epoch: int, control: Control) -> PeerLink:
-        """The link to this life of a rank; one to an earlier life is dropped."""
+        """Return the link to this epoch of a rank and drop a link to an earlier epoch.
+
+        Raises RankLost if there is a link to a later epoch.
+        """
         link = self._links.get(rank_name)
         if link is not None and link.epoch > epoch:
             raise RankLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
@@ -119,7 +136,7 @@ class Sink:
         pulled_over = {pull.link for pull in self._pulls}
         for rank_name, link in list(self._links.items()):
             link.drop_if_idle(self._endpoint.deadlines.idle_s)
-            # What is still to be said to its peer, a release, wants its connection.
+            # A release that is still to be sent needs the control connection.
             if not (link.has_channel or link in pulled_over or self._endpoint.tasks):
                 del self._links[rank_name]
                 self._endpoint.tasks.start(link.control.close())
@@ -171,8 +188,8 @@ class Sink:
 
     async def _release(self, pull: PullState, reason: str) -> None:
         if pull.transfers:
-            # P may not have begun to send for a transfer that was cut off; released now, it
-            # would fail, and its channel with it.
+            # The prefill rank may not have read the chunk of a cancelled pull yet. Releasing its
+            # pages now would fail the transfer and, with it, the channel.
             await asyncio.wait(list(pull.transfers))
         identity = pull.offer.identity
         try:

@@ -1,4 +1,4 @@
-"""The prefill side of hand-overs: offers what the engine computes, sends what D asks for."""
+"""Prefill side of KV hand-overs: offers the KV of the engine and sends it to decode ranks."""
 
 import asyncio
 import logging
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class Source:
-    """One prefill rank's KV, as decode ranks pull it. Made inside a running asyncio loop.
+    """Serves the KV of one prefill rank to decode ranks. Must be created in a running asyncio loop.
 
-    `open`, `advance` and `fail` are called on the engine thread and never block; calls
-    for what has ended are ignored. Everything else belongs to the asyncio loop.
+    ``open``, ``advance`` and ``fail`` are called on the engine thread and never block. They ignore
+    sequences that have ended. All other methods belong to the asyncio loop.
     """
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
@@ -58,7 +58,7 @@ class Source:
         }
 
     async def stop(self) -> None:
-        """End every offer, channel and task; the engine loop must still run."""
+        """End all offers, channels and tasks. The engine loop must still be running."""
         await cancel_and_wait(self._sweeper)
         for identity in self._book.open_identities():
             self._end(identity, "the prefill node is shutting down")
@@ -66,22 +66,28 @@ class Source:
         await self._endpoint.close()
 
     async def idle(self) -> None:
-        """Wait for what calls left behind."""
+        """Wait until the background tasks of earlier calls have ended."""
         await self._endpoint.tasks.finish()
 
     def open(self, identity: Identity, on_release: Callable[[], None]) -> None:
-        """Begin to offer a sequence: its lease starts now.
+        """Offer a sequence and start its lease.
 
-        ``on_release`` is called on the engine thread exactly once, whatever happens, and only
-        then may the engine free the pages.
+        ``on_release`` is called exactly once, on the engine thread, however the offer ends. The
+        engine must not free the pages before.
         """
         self._post(self._open, identity, on_release)
 
     def advance(
         self, identity: Identity, pages: list[int], num_tokens: int, seal: m.Seal | None = None
     ) -> None:
-        """Tokens ``[0, num_tokens)`` are computed; ``pages`` are all so far. What comes with a
-        ``seal`` is the last: D is told of both at once."""
+        """Announce that tokens ``[0, num_tokens)`` are computed.
+
+        Args:
+            identity: The sequence.
+            pages: All of its pages so far.
+            num_tokens: Number of computed tokens.
+            seal: Given with the last tokens; the decode rank receives both in one reply.
+        """
         caches, pool = self._endpoint.caches, self._endpoint.caches.pool
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
@@ -91,11 +97,14 @@ class Source:
         self._post(self._book.advance, identity, now, seal)
 
     def fail(self, identity: Identity, text: str) -> None:
-        """Prefill gives a sequence up; D gets a HandoverError with this text."""
+        """End the offer of a failed prefill. The decode rank gets a HandoverError with ``text``."""
         self._post(self._end, identity, text)
 
     def counts(self) -> dict[str, int]:
-        """What is held right now; all zero after `stop`. An offer is a lease."""
+        """Return the number of resources held, by kind; all are 0 after ``stop``.
+
+        "leases" is the number of open offers.
+        """
         return {
             "leases": len(self._book.open_identities()),
             "waiting": self._book.num_waiting,
@@ -126,13 +135,18 @@ class Source:
         return await asyncio.wrap_future(computing)
 
     async def _send(self, message: m.Send) -> m.SendReply:
-        """Read what is asked for and begin to send it. Must run to its end.
+        """Copy a chunk into staging and queue its transfer. Must run to its end.
 
-        Raises SequenceEnded for an identity and StalePages for pages that are not to be had, of
-        which nothing is sent; HandoverError for a range or channel.
+        Nothing is sent if it raises.
+
+        Raises:
+            SequenceEnded: The sequence is not offered, or not any more.
+            StalePages: A page changed hands before it was read.
+            HandoverError: The channel, the range of tokens or the number of the chunk is invalid.
         """
         channel = await self._channels.get(message.nonce)
-        # One may overtake another, but not so many. Who comes twice is not waited for by D.
+        # Requests may overtake each other, but not more than the deque remembers. The decode rank
+        # receives a chunk once, so a repeated request must not be sent.
         if (
             message.number in channel.requested_chunks
             or message.number < channel.requested_chunks[0]
@@ -153,7 +167,10 @@ class Source:
     async def _finish(
         self, channel: Channel, transfer: Transfer, buffer: Buffer, nonce: str
     ) -> None:
-        """What is raised ends the channel, and only then is the buffer free."""
+        """Wait for a transfer and free its buffer.
+
+        An error ends the channel and quarantines the buffer until the channel is terminal.
+        """
         try:
             await wait_for_transfer(transfer.done, channel)
         except BaseException as error:
@@ -164,7 +181,10 @@ class Source:
         self._endpoint.staging.free(buffer)
 
     def _span(self, message: m.Send) -> Span:
-        """What is asked for, of which there is so much."""
+        """Return the requested span.
+
+        Raises HandoverError if it is not computed yet or larger than a staging buffer.
+        """
         group, computed = (
             self._layout.group(message.group),
             self._book.get_open(message.identity).computed,
@@ -180,8 +200,11 @@ class Source:
         return Span(group, computed.pages, message.lo, message.hi)
 
     async def _read(self, message: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
-        """Beside the steps of prefill, which write other entries; what was read is good if its
-        pages have not changed hands by then."""
+        """Copy a span into ``out``; return its first page index and its pages' generations.
+
+        Runs in parallel with prefill steps, which write other entries. The copy is valid if the
+        pages have not changed hands when it is complete, so generations are checked afterwards.
+        """
         caches, computed = self._endpoint.caches, self._book.get_open(message.identity).computed
         size = caches.pool.page_size
         first, last = message.lo // size, -(-message.hi // size)
@@ -209,7 +232,7 @@ class Source:
         for identity, entry in self._book.sweep().items():
             log.warning("lease of %s expired", identity)
             self._call_on_engine(entry.on_release)
-        # D drops an idle channel first; what is left longer belongs to a dead one.
+        # A live decode rank drops an idle channel first. One that stays longer has a dead peer.
         self._channels.sweep(2 * self._endpoint.deadlines.idle_s)
 
 

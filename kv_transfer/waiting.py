@@ -1,4 +1,4 @@
-"""Deadlines of our own around what a backend may block in for ever."""
+"""Timeouts around backend calls that may block indefinitely."""
 
 import asyncio
 import logging
@@ -13,14 +13,21 @@ from tandem.kv_transfer.base import Channel
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 SLACK_S = 1.0
-"""The backend's own deadline, or the other side's reason, may be a little behind."""
+"""Extra seconds before a timeout of this module fires.
+
+They let the backend's own timeout or the peer's error, which say more, arrive first.
+"""
 
 
 async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> Channel:
-    """Run ``make``, which blocks, on a thread of its own.
+    """Run the blocking function ``make`` on a separate thread and return its channel.
 
-    Raises what it raises, HandoverError after ``timeout_s`` plus a little: its thread is
-    abandoned then, as where nobody waits any more, and a channel that it still makes is aborted.
+    On a timeout, or if the caller is cancelled, the thread is abandoned. A channel that it still
+    makes is aborted.
+
+    Raises:
+        HandoverError: The channel was not set up within ``timeout_s`` plus SLACK_S.
+        Exception: Any error of ``make``.
     """
     making = start_in_thread(make)
     try:
@@ -33,10 +40,11 @@ async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> C
 
 
 async def wait_for_transfer(future: "Future[None]", channel: Channel) -> None:
-    """Wait for a transfer's ``done``.
+    """Wait for ``future``, a transfer's ``done``.
 
-    Raises HandoverError: the transfer's own, or, when the backend does not even keep its
-    deadline, one of ours; the tensor belongs into quarantine then.
+    Raises:
+        HandoverError: The transfer failed, or the backend did not keep its own timeout. In both
+            cases the tensor must go into quarantine.
     """
     await _within(future, channel.timeout_s + SLACK_S, f"channel {channel.name} hangs: no result")
 
