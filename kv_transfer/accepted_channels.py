@@ -1,4 +1,4 @@
-"""P's ends of channels: at most one per decode rank, whichever life of it asked last."""
+"""A prefill rank's ends of channels: at most one per decode rank, for its latest epoch."""
 
 from functools import partial
 
@@ -12,20 +12,24 @@ from tandem.kv_transfer.waiting import open_with_deadline
 
 
 class AcceptedChannels:
-    """Owned by one asyncio loop."""
+    """All channels that decode ranks opened to this prefill rank. Owned by one asyncio loop."""
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
         self._endpoint = endpoint
         self._accepted: dict[str, tuple[Connect, ManagedChannel]] = {}
-        """By nonce, with what asked for it."""
+        """Channels by nonce, with the message that requested each."""
 
     def __len__(self) -> int:
         return sum(managed.is_usable for _, managed in self._accepted.values())
 
     async def accept(self, hello: Connect) -> str:
-        """Begin to build P's end, dropping what the peer had before. Returns the address for D.
+        """Start to build this end of a channel and drop the peer's previous one.
 
-        Raises HandoverError when a later life of the peer has been here.
+        Returns:
+            HOST:PORT of the store in which the decode rank meets this end.
+
+        Raises:
+            HandoverError: The peer has a channel of a later epoch.
         """
         channel_factory = self._endpoint.channel_factory
         address = await run_in_thread(channel_factory.listen)
@@ -41,18 +45,18 @@ class AcceptedChannels:
         return address
 
     async def get(self, nonce: str) -> Channel:
-        """The channel, once built. Raises HandoverError if there is none or it failed."""
+        """Wait until a channel is built. Raises HandoverError if it is unknown or has failed."""
         if nonce not in self._accepted:
             raise HandoverError(f"no channel {nonce!r} is open here")
         return await self._accepted[nonce][1].channel()
 
     def drop(self, nonce: str, reason: str) -> None:
-        """End a channel; one that is still being built ends when it is."""
+        """End a channel, if it is known; one that is still being built ends once it is."""
         if nonce in self._accepted:
             self._accepted.pop(nonce)[1].drop(reason)
 
     def sweep(self, idle_s: float) -> None:
-        """Drop what was not used for ``idle_s``: its peer is dead, or needs it no more."""
+        """Drop channels that were not used for ``idle_s`` seconds."""
         for nonce, (_, managed) in list(self._accepted.items()):
             if managed.is_idle(idle_s):
                 self.drop(nonce, f"not used for {idle_s} s")

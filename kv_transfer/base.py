@@ -72,8 +72,8 @@ class Channel:
     Attributes:
         timeout_s: Maximum time of a transfer, measured from the end of the previous one.
         num_transfers: Number of transfers so far, which is the id of the next one.
-        requested_chunks: Numbers of the latest 64 chunk requests (messages.Send). They differ
-            from transfer ids because some requests fail before a transfer.
+        requested_chunks: Numbers of the latest 64 chunk requests (messages.Send); not transfer
+            ids, because some requests fail before a transfer.
         terminal: Resolves when no memory given to the channel can be accessed any more: after the
             transport was destroyed, with or without an error.
         failure: The first error, None while the channel is usable.

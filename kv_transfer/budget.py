@@ -1,22 +1,29 @@
-"""How many pages a rank has, where its user does not say."""
+"""Default number of KV pages of a rank."""
 
 import torch
 
 from tandem.core.config import TandemConfig
 
 DEFAULT_TOKENS_PER_ROW = 2048
-"""Pages are sized for this many tokens a row when ``kv.num_pages`` is not given."""
+"""Tokens per row that the default number of pages of a CPU rank is made for."""
 FREE_MEMORY_SHARE = 0.1
-"""Of a GPU's memory: what steps compute with, and graphs hold."""
+"""Share of a GPU's memory that pages leave free, for activations and CUDA graphs."""
 
 
 def default_num_pages(
     config: TandemConfig, device: torch.device, max_sequence_tokens: int, bytes_per_token: int
 ) -> int:
-    """Pages for every row at its usual length, and at least one sequence of ``longest`` tokens; on
-    a GPU all that fit beside steps and their graphs.
+    """Return the number of pages if ``kv.num_pages`` is not configured.
 
-    Raises ValueError if one sequence does not.
+    On a CPU all rows have pages for DEFAULT_TOKENS_PER_ROW tokens. On a GPU pages fill the free
+    memory except FREE_MEMORY_SHARE. Either suffices for one sequence of the maximum length.
+
+    Args:
+        max_sequence_tokens: Maximum length of a sequence.
+        bytes_per_token: Cache bytes of one token in all layers and groups.
+
+    Raises:
+        ValueError: The GPU's memory is too small for one sequence of the maximum length.
     """
     num_ahead = 2 * (config.speculation.max_depth + 1)
     page_size, max_rows = config.kv.page_size, config.decode.max_num_seqs

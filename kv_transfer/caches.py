@@ -1,4 +1,4 @@
-"""One rank's KV memory as the hand-over sees it: layout, pages and per-layer tensors."""
+"""A rank's KV caches as hand-overs access them: layout, pages and per-layer tensors."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +14,11 @@ from tandem.kv_transfer.staging import Buffer
 
 DeviceEvent = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
-"""Of the ``slots_T`` of ``layers`` [num_slots, W] each, and ``rows`` [num_layers, T, W] of the same
-integer type: into the rows (``is_gather``), or from them."""
+"""Function ``copy(layers, slots_T, rows_LTW, is_gather)`` that copies entries of all layers.
+
+It copies the entries at ``slots_T`` of the ``layers`` ([num_slots, W] each) to ``rows_LTW`` if
+``is_gather``, else back. Layers and rows have the same integer type.
+"""
 
 
 class Span(NamedTuple):
@@ -28,11 +31,17 @@ class Span(NamedTuple):
 
 
 class PagedCaches:
-    """Cache tensors by group name, ``[num_pages, page_size, width]`` each, one per layer.
+    """Cache tensors of all groups, with copies between pages and staging.
 
-    `gather` and `scatter` run beside the engine's steps, on one thread and on GPUs on a stream of
-    their own; the entries they touch are touched by no step meanwhile. They are done when they
-    return. ``copy`` is the kernels' own, if they have one.
+    ``gather`` and ``scatter`` run in parallel with engine steps, on one thread and, on GPUs, on a
+    separate stream. No step accesses the same entries at that time. The copies are complete on
+    return.
+
+    Args:
+        tensors: Tensors ``[num_pages, page_size, width]`` by group name, one per layer.
+        pool: The pages.
+        dtype: Layout.dtype, as are ``model``, ``num_features`` and ``computed_by``.
+        copy: Copy function of the kernels, None for the default of the device.
     """
 
     def __init__(
@@ -58,12 +67,14 @@ class PagedCaches:
         }
         self.device = self._tensors[groups[0].name][0].device
         self._copy = copy or copy_for_device(self.device)
-        # A priority of its own, as channels have (nccl.py).
+        # torch shares pooled streams of one priority; steps use another (see nccl.py).
         self._stream = torch.cuda.Stream(self.device, -1) if self.device.type == "cuda" else None
 
     def record_event(self) -> DeviceEvent | None:
-        """For `gather` to wait for what the calling thread has launched so far; None where that is
-        done already."""
+        """Record an event after all work that the calling thread has launched, for ``gather``.
+
+        Returns None on CPUs, where launched work is already complete.
+        """
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -71,7 +82,7 @@ class PagedCaches:
         return event
 
     def gather(self, span: Span, out: Tensor, event: DeviceEvent | None = None) -> None:
-        """Read into ``out`` (see `staged`)."""
+        """Copy the entries of ``span`` to ``out``, a ``staging_view``, after ``event``."""
         with self.on_copy_stream(event):
             rows, slots_T = _widest_view(out), self.slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
@@ -80,19 +91,19 @@ class PagedCaches:
                 rows.copy_(here, non_blocking=True)
 
     def scatter(self, span: Span, staging_view: Tensor) -> None:
-        """Write from ``staged``."""
+        """Copy ``staging_view`` to the entries of ``span``."""
         with self.on_copy_stream(None):
             rows, slots_T = _widest_view(staging_view), self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
 
     def layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
-        """``[num_slots, W]`` each, as integers of this type."""
+        """Return the layers of a group as ``[num_slots, W]`` views with integers of ``dtype``."""
         return [layer.view(torch.uint8).view(dtype) for layer in self._tensors[group.name]]
 
     @contextmanager
     def on_copy_stream(self, event: DeviceEvent | None) -> Iterator[None]:
-        """On a stream of its own, behind ``mark``; what is launched in it is done at its end."""
+        """Launch work on the copy stream, after ``event``, and wait for it on exit."""
         if self._stream is None:
             yield
             return
@@ -103,7 +114,7 @@ class PagedCaches:
             self._stream.synchronize()
 
     def slots_T(self, span: Span) -> Tensor:
-        """Where its tokens are in each layer."""
+        """Return the slot of each token of ``span``, the same in each layer."""
         (_, pages, lo, hi), size = span, self.pool.page_size
         assert 0 <= lo < hi <= len(pages) * size, f"tokens [{lo}, {hi}) of {len(pages)} pages"
         token_T = torch.arange(lo, hi)
@@ -111,12 +122,15 @@ class PagedCaches:
         slots_T = page_T * size + token_T % size
         if self.device.type == "cpu":
             return slots_T
-        # From other memory the host would wait for all that was launched before.
+        # A copy from unpinned memory would block until all work launched before is complete.
         return slots_T.pin_memory().to(self.device, non_blocking=True)
 
 
 def staging_view(span: Span, buffer: Buffer) -> Tensor:
-    """The part of a buffer that it fills: uint8 ``[num_layers, num_tokens, bytes_per_token]``."""
+    """Return the part of ``buffer`` for the entries of ``span``.
+
+    Its shape is uint8 ``[num_layers, num_tokens, bytes_per_token]``.
+    """
     group, num_tokens = span.group, span.hi - span.lo
     num_bytes = num_tokens * group.bytes_per_token_all_layers
     shape = (group.num_layers, num_tokens, group.bytes_per_token)
@@ -124,21 +138,21 @@ def staging_view(span: Span, buffer: Buffer) -> Tensor:
 
 
 def check_chunks(layout: Layout, chunk_bytes: int) -> None:
-    """Raises ValueError if a chunk cannot hold one token of every group."""
+    """Raise ValueError if a group's entries of one token do not fit a chunk."""
     most = max(group.bytes_per_token_all_layers for group in layout.groups)
     if chunk_bytes < most:
         raise ValueError(f"a staging chunk must hold a token of {most} bytes, got {chunk_bytes}")
 
 
 def split_into_chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
-    """Split it into pieces that fit a buffer."""
+    """Yield ``span`` in parts whose entries fit a chunk."""
     step = chunk_bytes // span.group.bytes_per_token_all_layers
     for lo in range(span.lo, span.hi, step):
         yield span._replace(lo=lo, hi=min(lo + step, span.hi))
 
 
 def _widest_view(staging_view: Tensor) -> Tensor:
-    """Rows as wide integers where their width and place allow it: index copies go faster."""
+    """View rows as int64 if width and alignment allow it, because index copies are then faster."""
     aligned = staging_view.shape[-1] % 8 == 0 and staging_view.storage_offset() % 8 == 0
     return staging_view.view(torch.int64) if aligned else staging_view
 

@@ -1,8 +1,7 @@
-"""Channels over torch.distributed: a process group of exactly two ranks.
+"""Channels over torch.distributed: each is a process group of two ranks, of gloo or NCCL.
 
-No default group exists. P (rank 0) hosts one store per rank on the configured address; each
-channel meets there under its own nonce. What differs between gloo and NCCL is the backend, which
-joins one end of two that meet in a store.
+There is no default group. A prefill rank is rank 0 of all its channels and hosts one TCPStore, on
+the configured address. The two ends of a channel meet there under the channel's nonce.
 """
 
 import threading
@@ -20,11 +19,15 @@ from tandem.net.groups import Store, store_client, store_server
 
 
 class ChannelFactory:
-    """Makes the two ends of channels of one ``backend``, for which staging must lie on ``device``;
-    the store listens on ``host`` only.
+    """Creates channels of one backend.
 
-    `accept` and `connect` block, and end within ``timeout_s`` unless the backend hangs: see
-    `opened`.
+    ``accept`` and ``connect`` block for up to ``timeout_s``, or longer if the backend hangs
+    (see ``waiting.open_with_deadline``).
+
+    Args:
+        backend: Transport of the channels. Staging must be on its ``device``.
+        host: The only address that the store listens on.
+        timeout_s: Maximum seconds to set up a channel, and of each transfer.
     """
 
     def __init__(
@@ -40,7 +43,10 @@ class ChannelFactory:
         self._lock = threading.Lock()
 
     def listen(self) -> str:
-        """P: the address that D is told; the same for all channels."""
+        """Return HOST:PORT of the prefill rank's store, the same for all channels.
+
+        The first call starts the store.
+        """
         with self._lock:
             if self._server is None:
                 self._server, port = store_server(self._host, self.timeout_s)
@@ -48,11 +54,17 @@ class ChannelFactory:
             return self._address
 
     def accept(self, nonce: str, peer: str) -> Channel:
-        """P: rank 0's end, warm. Raises HandoverError when D does not come in time."""
+        """Build the prefill rank's end and warm it up.
+
+        Raises HandoverError if the decode rank does not connect in time.
+        """
         return self._make(self.listen(), nonce, peer, rank=0)
 
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
-        """D: rank 1's end, warm. Raises HandoverError when P does not come in time."""
+        """Build the decode rank's end and warm it up.
+
+        Raises HandoverError if the prefill rank does not connect in time.
+        """
         return self._make(address, nonce, peer, rank=1)
 
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
@@ -69,9 +81,12 @@ class ChannelFactory:
 
 
 def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
-    """One element each way: sockets, communicators and threads exist before real use."""
+    """Transfer one byte each way, so that sockets, communicators and threads exist.
+
+    Raises HandoverError if that is not done by ``ends_at``, on the clock of ``time.monotonic``.
+    """
     element = torch.zeros(1, dtype=torch.uint8, device=device)
-    # Kept for as long as the channel can touch it, also if this fails.
+    # The reference keeps the tensor until the channel is terminal, also if the warm-up fails.
     channel.terminal.add_done_callback(lambda _: element.numel())
     for sender in (0, 1):
         transfer = channel.send(element) if rank == sender else channel.recv(element)
@@ -85,7 +100,10 @@ def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
 
 
 def create_channel_factory(backend: str, host: str, timeout_s: float = 30.0) -> ChannelFactory:
-    """Raises ValueError for an unknown backend, and for a host that NCCL cannot be bound to."""
+    """Create the channel factory of the ``backend`` "gloo" or "nccl".
+
+    Raises ValueError for another name, and for a host that NCCL cannot be bound to.
+    """
     if backend == "gloo":
         return ChannelFactory(GlooBackend(host, timeout_s), host, timeout_s)
     if backend == "nccl":
@@ -94,8 +112,10 @@ def create_channel_factory(backend: str, host: str, timeout_s: float = 30.0) -> 
 
 
 def channel_factory_from_config(config: TandemConfig, kind: str, host: str) -> ChannelFactory:
-    """Channels for ``kv_transfer.backend``; auto is nccl on GPUs, gloo on CPUs and where nothing is
-    sent."""
+    """Create the channel factory that ``kv_transfer.backend`` selects.
+
+    "auto" is nccl on GPUs, and gloo on CPUs and on colocated ranks, which transfer nothing.
+    """
     backend = config.kv_transfer.backend
     if backend == "auto":
         on_gpus = config.of_kind(kind).device == "cuda" and kind != COLOCATED

@@ -1,11 +1,13 @@
-"""Sums of what pages hold, by which a flipped bit is found on its whole way, in memory too
-(``kv_transfer.checksums``).
+"""Checksums of KV pages, which detect bits flipped in transfer or memory.
 
-The words (of eight bytes, or of one where eight do not fit) of a part of the tokens in all layers
-of a group, each times an odd number of its own, modulo 2^64: an odd factor has an inverse, so no
-change of one word leaves the sum as it was. The factors are as good as random (SplitMix64's
-finalizer, Steele et al., OOPSLA 2014), so that changes which are alike, as of a bit that is stuck,
-do not cancel.
+They are enabled by ``kv_transfer.checksums``. A checksum covers a part: ``size`` consecutive
+tokens in all layers of a group. It is the sum of the part's words, each multiplied by an odd factor
+of its position, modulo 2^64. A word has eight bytes, or one if the entry size is no multiple of
+eight.
+
+An odd factor has an inverse, so a change of one word always changes the sum. The factors are
+pseudo-random, so that equal changes, such as those of a stuck bit, do not cancel. They come from
+the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
 """
 
 import asyncio
@@ -28,20 +30,23 @@ _STRIDE, *_MIX = (
     one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 PARTS_PER_PASS = 64
-"""Parts: what is read is copied first."""
+"""Maximum parts in one pass; bounds the temporary copies of the entries that are read."""
 
 
 class PageChecksums:
-    """Of a prefill rank's pages. Those of full pages are kept as long as the page is whose it was:
-    what lies in the prefix cache has the sum of its first hand-over."""
+    """Checksums of a prefill rank's pages.
+
+    The checksum of a full page is cached until the page changes hands. A page in the prefix cache
+    thus keeps the checksum of its first hand-over.
+    """
 
     def __init__(self, caches: PagedCaches) -> None:
         self._caches = caches
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
-        """By group and page: its generation and sum."""
+        """Generation and checksum by group name and page."""
 
     def of(self, now: ComputedPrefix) -> Checksums:
-        """Of all that is computed. On one thread."""
+        """Return the checksums of all computed tokens. Must be called on one thread."""
         size = self._caches.pool.page_size
         groups = {group.name: self._of(group, now, size) for group in self._caches.layout.groups}
         return Checksums(size, groups)
@@ -60,8 +65,10 @@ class PageChecksums:
 
 
 async def verify_checksums(pull: "PullState") -> None:
-    """Compare what is in the pages now, whatever way it came, with what prefill has. Raises
-    HandoverError where that differs."""
+    """Compare checksums of the pulled pages with those of the prefill rank.
+
+    Raises HandoverError if they differ.
+    """
     endpoint, offer = pull.endpoint, pull.offer
     reply: Checksums = await pull.link.call(
         "checksums", offer.identity, Checksums, endpoint.deadlines.progress_s
@@ -78,7 +85,10 @@ async def verify_checksums(pull: "PullState") -> None:
 def compute_checksums(
     caches: PagedCaches, span: Span, size: int, event: DeviceEvent | None = None
 ) -> tuple[int, ...]:
-    """Of each ``size`` of its tokens, from its first one on; done when it returns."""
+    """Checksum every ``size`` consecutive tokens of ``span``, starting at its first token.
+
+    The entries are read after ``event``. The checksums are final on return.
+    """
     checksums: list[int] = []
     for lo in range(span.lo, span.hi, size * PARTS_PER_PASS):
         with caches.on_copy_stream(event):

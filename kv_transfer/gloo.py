@@ -1,4 +1,4 @@
-"""Gloo between two CPUs: sockets on the configured address only."""
+"""Gloo transport between two CPUs. Its sockets listen on the configured address only."""
 
 from datetime import timedelta
 from typing import Any
@@ -10,7 +10,7 @@ from tandem.net.groups import Store, gloo_group
 
 
 class GlooBackend:
-    """``host`` is the only address that its channels listen on."""
+    """Creates gloo transports, which listen on the address ``host`` only."""
 
     name = "gloo"
     device = "cpu"
@@ -19,7 +19,7 @@ class GlooBackend:
         self._host, self._timeout_s = host, timeout_s
 
     def join(self, store: Store, rank: int) -> Transport:
-        """One end of two. Raises RuntimeError when the other end does not come in time."""
+        """Join as ``rank`` 0 or 1. Raises RuntimeError if the other end does not join in time."""
         return GlooTransport(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
 
 
@@ -36,7 +36,7 @@ class GlooTransport:
         posted.wait(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Gloo leaves a blocked wait to its deadline, or to the peer's closing."""
+        """Do nothing: a gloo wait can only end by its timeout or by the peer's closing."""
 
     def destroy(self) -> None:
         self._group = None

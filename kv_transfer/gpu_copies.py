@@ -1,4 +1,4 @@
-"""Entries of all layers between pages and staging on a GPU, in one launch."""
+"""GPU kernel that copies entries of all layers between pages and staging in one launch."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 VALUES_PER_PROGRAM = 2048
-"""Values of a program: 16 KiB as a rule."""
+"""Values that one Triton program copies: 16 KiB of int64."""
 
 
 def copy_all_layers(
     layers: Sequence[Tensor], slots_T: Tensor, rows_LTW: Tensor, is_gather: bool
 ) -> None:
-    """A Copy, see caches.py."""
+    """Copy entries between all layers and ``rows_LTW`` (see ``Copy`` in caches.py)."""
     assert rows_LTW.is_contiguous() and all(layer.is_contiguous() for layer in layers)
     num_layers, num_tokens, width = rows_LTW.shape
-    # From other memory the host would wait for all that was launched before.
+    # A copy from unpinned memory would block until all work launched before is complete.
     addresses_L = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64)
     if slots_T.is_cuda:
         addresses_L = addresses_L.pin_memory().to(slots_T.device, non_blocking=True)

@@ -1,6 +1,7 @@
-"""What a rank has per token, and what another has to have to take it over.
+"""Format of a rank's cache entries, and the check that two ranks have compatible formats.
 
-Page size is not part of it: the wire is token-wise, so both sides may page as they like.
+The page size is not part of it: entries are transferred token by token, so the page sizes of two
+ranks may differ.
 """
 
 from collections.abc import Collection
@@ -9,12 +10,15 @@ from dataclasses import dataclass
 from tandem.core.errors import LayoutMismatch
 
 PROTOCOL = 9
-"""Version of the hand-over messages; both sides must speak the same one."""
+"""Version of the hand-over messages; both ranks must have the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Layers that are cached alike and advance together. Bytes are per token per layer."""
+    """Layers whose entries have the same size and are computed together.
+
+    ``bytes_per_token`` is the size of one token's entry in one layer.
+    """
 
     name: str
     num_layers: int
@@ -27,10 +31,14 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Groups, of which all have the entries of the same tokens at any time.
+    """Format of a rank's cache. All groups have entries of the same tokens at any time.
 
-    ``dtype`` names the cache's element type, ``model`` and ``more`` what it was computed by;
-    ``num_features`` of the last tokens go with them.
+    Attributes:
+        dtype: Name of the caches' element type.
+        model: Digest of the checkpoint that computes the entries.
+        num_features: Number of feature values that are handed over with the KV (Seal.features).
+        protocol: Version of the hand-over messages.
+        computed_by: Identity of the drafter that computes entries, "" if it has no own weights.
     """
 
     groups: tuple[Group, ...]
@@ -49,14 +57,14 @@ class Layout:
                 raise ValueError(f"layout group needs layers and bytes, got {group}")
 
     def group(self, name: str) -> Group:
-        """Raises LayoutMismatch for an unknown name."""
+        """Return the group of this name. Raises LayoutMismatch if it is unknown."""
         for group in self.groups:
             if group.name == name:
                 return group
         raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
 
     def compatibility_facts(self) -> tuple[str, ...]:
-        """A line for each thing that it has; equal on every machine."""
+        """Return one line per property of the format, identical on every machine."""
         groups = (f"{one.name}: {one.num_layers} x {one.bytes_per_token} B" for one in self.groups)
         features = (f"features: {self.num_features}",) if self.num_features else ()
         more = (f"by: {self.computed_by}",) if self.computed_by else ()
@@ -65,8 +73,12 @@ class Layout:
 
 
 def check_compatible(offered: Collection[str], wanted: Collection[str]) -> None:
-    """Raises LayoutMismatch with the ``facts`` of a decode rank that a prefill rank does not have;
-    what that has besides is no matter."""
+    """Raise LayoutMismatch if a fact in ``wanted`` is missing in ``offered``.
+
+    Args:
+        offered: ``Layout.compatibility_facts`` of the prefill rank, which may have more.
+        wanted: ``Layout.compatibility_facts`` of the decode rank.
+    """
     if missing := [fact for fact in wanted if fact not in offered]:
         rest = [fact for fact in offered if fact not in wanted]
         raise LayoutMismatch(

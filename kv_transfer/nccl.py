@@ -1,4 +1,4 @@
-"""NCCL between two GPUs. Every deadline is ours: none of torch's watchdogs may act on a channel."""
+"""NCCL transport between two GPUs. It enforces all timeouts itself, without torch's watchdogs."""
 
 import threading
 import time
@@ -13,11 +13,11 @@ from tandem.net.nccl import configure_nccl, nccl_group
 
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0
-"""From work that is said to be over to its event: longer, and it is over because it failed."""
+"""Maximum seconds between the completion of work and its event; later the work has failed."""
 
 
 class NcclBackend:
-    """``host`` is the address whose interface NCCL's sockets are bound to."""
+    """Creates NCCL transports, whose sockets are bound to the interface of ``host``."""
 
     name = "nccl"
     device = "cuda"
@@ -26,28 +26,29 @@ class NcclBackend:
         configure_nccl(host)
 
     def join(self, store: Store, rank: int) -> Transport:
-        """One end of two; its communicator is created by the first transfer."""
+        """Join as ``rank`` 0 or 1. The first transfer creates the communicator."""
         return NcclTransport(nccl_group(store, rank, 2, max_ctas=4), rank, self.device)
 
 
 class NcclTransport:
-    """Transfers are enqueued on a stream of their own, which waits for no engine's work."""
+    """One end of an NCCL connection. Its stream never waits for the engine's work."""
 
     def __init__(self, group: Any, rank: int, device: str) -> None:
         self._group: Any = group
         self._peer_rank = 1 - rank
-        # torch hands out 32 of each priority, again and again: steps and graphs have others.
+        # torch reuses 32 pooled streams per priority. Steps and graphs use another priority, so
+        # that they never share this stream.
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._last: torch.cuda.Event | None = None
         self._aborting = threading.Event()
         self._lock = threading.Lock()
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
-        """NCCL has no tags: ``transfer_id`` is agreed by control calls alone."""
+        """Enqueue a transfer. NCCL has no tags; control calls agree on the order of transfers."""
         operation = self._group.send if direction == "send" else self._group.recv
         with torch.cuda.stream(self._stream):
             work = operation([tensor], self._peer_rank, transfer_id)
-            # Makes this stream wait, not the host: the event passes with the transfer.
+            # This makes the stream wait, not the host, so that the event follows the transfer.
             work.wait()
             passed = self._last = torch.cuda.Event()
             passed.record(self._stream)
@@ -64,18 +65,21 @@ class NcclTransport:
             if self._aborting.is_set() or time.monotonic() > ends_at:
                 raise _reason(work, is_over, timeout_s)
             time.sleep(EVENT_POLL_S)
-        if self._aborting.is_set():  # an aborted kernel ends too, and its event passes
+        if self._aborting.is_set():  # the event of an aborted kernel passes too
             raise ConnectionAbortedError("aborted")
 
     def abort(self) -> None:
-        """May be repeated: a communicator that was being created meanwhile needs another."""
+        """Abort the group. A communicator that is created during an abort needs another one."""
         self._aborting.set()
         with self._lock:
             if self._group is not None:
                 self._group.abort()
 
     def destroy(self) -> None:
-        """Only the event says that the kernel is gone: also a failed abort waits for it."""
+        """Abort the group and wait for the last event, also if the abort fails.
+
+        Only the event proves that no kernel accesses memory any more.
+        """
         try:
             self.abort()
         finally:
@@ -89,7 +93,7 @@ def _reason(work: Any, is_over: bool, timeout_s: float) -> Exception:
     if not is_over:
         return TimeoutError(f"not done within {timeout_s} s")
     try:
-        work.wait()  # of what is over: raises the communicator's error
+        work.wait()  # does not block, raises the communicator's error
     except Exception as error:
         return error
     return ConnectionError("over, but its memory was not seen to be free")

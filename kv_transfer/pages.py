@@ -1,4 +1,4 @@
-"""Allocation of KV pages: reference counts, and generations that make stale use visible."""
+"""Allocation of KV pages: reference counts, and generations that reveal stale references."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,13 +7,15 @@ from tandem.core.pages import DUMMY_PAGE
 
 
 class PagePool:
-    """Pages ``1 .. num_pages-1`` of ``page_size`` tokens each. Owned by one thread; any may check
-    generations.
+    """Pool of the pages 1 to ``num_pages - 1``, with ``page_size`` tokens each.
 
-    A page's generation changes when it is allocated and when it is freed, so a (page,
-    generation) pair noted while the page was held is good exactly as long as it is held. A page
-    that is kept, and held by nobody else, is idle: ``reclaim(num_pages)`` has its supervisor unkeep
-    up to so many when they are needed.
+    Owned by one thread; any thread may check generations. The generation of a page changes when it
+    is allocated and when it is freed. A (page, generation) pair recorded during an allocation is
+    therefore valid exactly until the page is freed.
+
+    The prefix cache (prefill_node/prefix_cache.py) may hold a reference to a page. A page without
+    any other reference is idle. When free pages run out, the pool calls ``reclaim(num_pages)``,
+    with which the prefix cache drops its references to up to ``num_pages`` idle pages.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -24,7 +26,7 @@ class PagePool:
         self.num_pages = num_pages
         self.page_size = page_size
         self.reclaim: Callable[[int], None] = lambda num_pages: None
-        # The one freed last is first: the system has given it out already.
+        # The page freed last is reused first, because the system has already backed its memory.
         self._free = list(range(num_pages - 1, 0, -1))
         self._refcounts = [0] * num_pages
         self._generations = [0] * num_pages
@@ -37,7 +39,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Free pages and idle ones."""
+        """Number of free and idle pages."""
         return len(self._free) + self._num_idle
 
     @property
@@ -52,7 +54,7 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def allocate(self, num_pages: int) -> list[int]:
-        """Take pages with one reference each; there are at most ``num_available``."""
+        """Allocate pages with one reference each. ``num_pages`` must not exceed num_available."""
         if num_pages > len(self._free):
             self.reclaim(num_pages - len(self._free))
         assert 0 <= num_pages <= len(self._free), f"{num_pages} pages of {len(self._free)} free"
@@ -66,14 +68,14 @@ class PagePool:
         return self._refcounts[page]
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that are held already."""
+        """Add a reference to allocated pages."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free and cannot be retained"
             self._num_idle -= self._is_idle(page)
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference; the last one frees the page and ends its generation."""
+        """Drop one reference to each page. Dropping the last frees it and ends its generation."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} was freed twice"
             self._refcounts[page] -= 1
@@ -83,7 +85,7 @@ class PagePool:
             self._num_idle += self._is_idle(page)
 
     def add_cache_ref(self, page: int) -> None:
-        """Add the supervisor's reference to a page that is held already; it has but one."""
+        """Add the prefix cache's reference to an allocated page, at most one per page."""
         assert page not in self._cached, f"page {page} is kept twice"
         self.retain([page])
         self._cached.add(page)
@@ -100,14 +102,14 @@ class PagePool:
         return tuple(self._generations[page] for page in pages)
 
     def check_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
-        """Raises StalePages if any page changed hands since its generation was noted."""
+        """Raise StalePages if a page changed hands since its generation was recorded."""
         for page, generation in zip(pages, generations, strict=True):
             now = self._generations[page]
             if now != generation:
                 raise StalePages(f"page {page}: generation {generation} noted, {now} now")
 
     def check_integrity(self) -> None:
-        """Assert that every page is either free once or held, and the dummy page neither."""
+        """Assert that every page is either free once or allocated, and the dummy page neither."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"

@@ -109,7 +109,7 @@ class PeerLink:
     async def transfer_chunk(self, identity: Identity, span: Span, buffer: Buffer) -> SendReply:
         """Receive one chunk of the prefill rank's pages into ``buffer``.
 
-        Must run to its end and must not be cancelled. On an error the buffer returns to the pool
+        Must run to its end. On an error the buffer returns to the pool
         once nothing can write to it any more. Errors other than the two below end the channel.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Staging buffers, the only memory the wire touches."""
+"""Staging buffers, the only memory that channels access."""
 
 import asyncio
 import time
@@ -13,17 +13,18 @@ from tandem.core.errors import HandoverError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """One chunk's staging: ``bytes`` is uint8 ``[chunk_bytes]``."""
+    """Staging memory for one chunk; ``bytes`` is a uint8 tensor ``[chunk_bytes]``."""
 
     index: int
     bytes: Tensor
 
 
 class StagingPool:
-    """``total_bytes // chunk_bytes`` buffers, handed out first come, first served. The one freed
-    last goes first: of a CPU's memory, what is never used is never taken.
+    """A pool of ``total_bytes // chunk_bytes`` buffers, reserved first come, first served.
 
-    Owned by the asyncio loop that calls it; only `quarantine`'s end comes from elsewhere.
+    The buffer freed last is reused first, so that CPU memory of buffers that are never needed is
+    never touched. Owned by one asyncio loop. Channels end a quarantine from other threads, through
+    that loop.
     """
 
     def __init__(self, total_bytes: int, chunk_bytes: int, pin: bool = False, device: str = "cpu"):
@@ -38,22 +39,22 @@ class StagingPool:
         self._free = [Buffer(i, storage[i]) for i in range(self.num_buffers)]
         self._reserved: set[int] = set()
         self._quarantined: dict[int, float] = {}
-        """Since when."""
+        """``time.monotonic()`` of the start of each quarantine, by buffer index."""
         self._credits = asyncio.Semaphore(self.num_buffers)
 
     @property
     def num_taken(self) -> int:
-        """Buffers that are reserved or quarantined."""
+        """Number of buffers that are reserved or in quarantine."""
         return self.num_buffers - len(self._free)
 
     def num_quarantined(self, for_s: float = 0.0) -> int:
-        """Buffers that have been in quarantine for so long."""
+        """Return the number of buffers in quarantine for at least ``for_s`` seconds."""
         return sum(at <= time.monotonic() - for_s for at in self._quarantined.values())
 
     async def reserve(self, timeout_s: float | None = None) -> Buffer:
-        """Wait for a buffer, in order of asking. Cancelling the wait loses no buffer.
+        """Wait for a buffer, in the order of the calls. Cancelling the wait loses no buffer.
 
-        Raises HandoverError after ``timeout_s``.
+        Raises HandoverError after ``timeout_s`` seconds; None waits indefinitely.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -70,7 +71,7 @@ class StagingPool:
         self._readmit(buffer)
 
     def quarantine(self, buffer: Buffer, terminal: "Future[None]") -> None:
-        """Free a buffer only once its channel can touch it no more."""
+        """Free a reserved buffer once ``terminal`` of its channel resolves."""
         assert buffer.index in self._reserved, f"staging buffer {buffer.index} is not held"
         self._reserved.remove(buffer.index)
         self._quarantined[buffer.index] = time.monotonic()
@@ -83,7 +84,7 @@ class StagingPool:
         terminal.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
 
     def check_integrity(self) -> None:
-        """Assert that every buffer is free, held or quarantined, and exactly one of these."""
+        """Assert that every buffer is exactly one of free, reserved and in quarantine."""
         free = [buffer.index for buffer in self._free]
         everything = sorted([*free, *self._reserved, *self._quarantined])
         assert everything == list(range(self.num_buffers)), f"staging adds up to {everything}"

@@ -1,5 +1,8 @@
-"""Control calls between ranks over a connection of their own: any number at a time, each answered
-when it is done. Who connects greets with the epoch that it means, for all of its calls."""
+"""Control calls between ranks over dedicated TCP connections.
+
+A connection carries any number of concurrent calls, each answered when it completes. The client's
+greeting names the epoch of the called rank, for all calls of the connection.
+"""
 
 import asyncio
 import struct
@@ -15,11 +18,11 @@ from tandem.net.framing import GREETING_S, encode_frame, iter_frames
 from tandem.net.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
-"""Of a call or an answer: a seal with features and the generations of a million pages."""
+"""Maximum bytes of a call or reply: a seal with features and generations of a million pages."""
 CALL_ADDRESS = "call_address"
-"""The method by which a rank tells the PortAddress of its CallServer."""
+"""Method that returns the PortAddress of a rank's CallServer."""
 IDLE_S = 600.0
-"""A CallServer ends a connection after so long without a call."""
+"""Seconds without a call after which a CallServer closes a connection."""
 _EPOCH = struct.Struct("!Q")
 
 
@@ -37,7 +40,7 @@ class CallReply:
 
 
 class CallServer(Listener):
-    """Answers with what ``handle`` makes of the calls of whoever has the token."""
+    """Serves control calls of clients that have its token, with ``handle``."""
 
     def __init__(self, host: str, handle: Handler) -> None:
         super().__init__(host, _EPOCH.size, self._serve_calls)
@@ -46,7 +49,7 @@ class CallServer(Listener):
     async def _serve_calls(
         self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Who has gone waits for no answer: a call is ended with its connection."""
+        """Serve the calls of one connection. Calls that run when it ends are cancelled."""
         [epoch], tasks = _EPOCH.unpack(greeting), Tasks()
         now = asyncio.get_running_loop().time
 
@@ -64,8 +67,15 @@ class CallServer(Listener):
 
 
 class CallClient(Control):
-    """One life of a rank, reached at the address that ``first`` tells when it is asked for its
-    door; the next call after a connection has ended opens another. Owned by one loop."""
+    """Control connection to one epoch of a rank. Owned by one asyncio loop.
+
+    The first call connects, and so does the first call after the connection has ended.
+
+    Args:
+        name: Name of the rank, for errors.
+        epoch: Epoch of the rank.
+        bootstrap: Control connection of another kind, over which CALL_ADDRESS is called.
+    """
 
     def __init__(self, name: str, epoch: int, bootstrap: Control) -> None:
         self._name, self._epoch, self._bootstrap = name, epoch, bootstrap
@@ -76,8 +86,12 @@ class CallClient(Control):
         self._reading: asyncio.Task[None] | None = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """Raises RankLost when the connection ends first or cannot be had, and what ``first``
-        raises."""
+        """Call ``method`` and return the reply, connecting if necessary.
+
+        Raises:
+            RankLost: The rank cannot be reached, or the connection ends before the reply.
+            TandemError: Any error of the call over ``bootstrap``.
+        """
         async with self._opening:
             if self._reading is None or self._reading.done():
                 address = await call_rank(
@@ -95,7 +109,7 @@ class CallClient(Control):
             self._waiting.pop(number, None)
 
     async def close(self) -> None:
-        """Calls under way fail."""
+        """Close the connection. Calls without a reply fail with RankLost."""
         if self._reading is not None:
             await cancel_and_wait(self._reading)
 

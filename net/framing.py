@@ -1,7 +1,8 @@
-"""One framing for connections between processes: a length, then so many bytes.
+"""Framing of all connections between processes: a length of four bytes, then the data.
 
-The first frame of who connects is its greeting: a token that it was told over control, and who it
-is. What is here decides over bytes; those who own sockets, of asyncio or of a thread, move them.
+The first frame of a client is its greeting: a token, which it received over a control connection,
+and data that identify the client. Most of this module processes bytes only; the callers read and
+write the sockets, with asyncio or a thread.
 """
 
 import hmac
@@ -17,12 +18,15 @@ from typing import Generic, TypeVar
 Peer = TypeVar("Peer")
 GREETING_S = 10.0
 MAX_PENDING_HANDSHAKES = 256
-"""Maximum of connections that have not greeted yet: another one ends the oldest. It is well above
-ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its connection is ended."""
+"""Maximum connections without a greeting; one more ends the oldest.
+
+It is well above ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its
+connection can be ended.
+"""
 ACCEPTS_PER_TURN = 16
-"""Maximum of connections that an asyncio listener takes in before it reads from those it has."""
+"""Maximum connections that an asyncio listener accepts before it reads from existing ones."""
 BACKLOG = 4096
-"""Connections that the kernel may keep until they are accepted; it lowers this to somaxconn."""
+"""Maximum connections that the kernel queues for acceptance, unless somaxconn is lower."""
 RECEIVE_BYTES = 1 << 16
 TOKEN_BYTES = 32
 _LENGTH = struct.Struct("!I")
@@ -30,12 +34,12 @@ _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 def encode_frame(data: bytes) -> bytes:
-    """``data`` as one frame."""
+    """Return ``data`` as one frame."""
     return _LENGTH.pack(len(data)) + data
 
 
 class FrameDecoder:
-    """Bytes of a connection as they come, cut into frames of at most ``max_bytes``."""
+    """Splits the byte stream of a connection into frames of at most ``max_bytes``."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -43,12 +47,14 @@ class FrameDecoder:
 
     @property
     def num_bytes_needed(self) -> int:
-        """Bytes that the next frame lacks, or its length; never more than that has to say."""
+        """Bytes missing from the next frame, or from its length field if that is incomplete."""
         return (self._end() or _LENGTH.size) - len(self._bytes)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The frames that are whole now. Raises ValueError at the length of one that is too long:
-        nobody waits for it."""
+        """Add received bytes and yield the frames that are complete.
+
+        Raises ValueError as soon as the length field of a frame exceeds ``max_bytes``.
+        """
         self._bytes += data
         while (end := self._end()) and len(self._bytes) >= end:
             frame = bytes(self._bytes[_LENGTH.size : end])
@@ -56,7 +62,7 @@ class FrameDecoder:
             yield frame
 
     def _end(self) -> int:
-        """Of the next frame, 0 while its length is not known."""
+        """Return the end of the next frame in the buffer, 0 while its length is unknown."""
         if len(self._bytes) < _LENGTH.size:
             return 0
         [num_bytes] = _LENGTH.unpack_from(self._bytes)
@@ -66,10 +72,17 @@ class FrameDecoder:
 
 
 class PendingHandshakes(Generic[Peer]):
-    """Who has connected and not greeted yet. At most MAX_PENDING_HANDSHAKES, and each for
-    GREETING_S: those beyond are told to ``turn_away``, the oldest first. A greeting is the
-    ``token`` and ``num_bytes`` more. Owned by one thread, which calls ``sweep`` GREETING_S after
-    the last came.
+    """Connections whose greeting is not complete.
+
+    There are at most MAX_PENDING_HANDSHAKES, each for at most GREETING_S seconds; the oldest are
+    rejected first. Owned by one thread, which calls ``sweep`` GREETING_S after each ``add``.
+
+    Args:
+        num_bytes: Length of the data that follow the token in a greeting.
+        reject: Callback that ends a rejected connection.
+
+    Attributes:
+        token: Random secret that a greeting must begin with.
     """
 
     def __init__(self, num_bytes: int, reject: Callable[[Peer], None]) -> None:
@@ -77,19 +90,25 @@ class PendingHandshakes(Generic[Peer]):
         self._max_bytes = TOKEN_BYTES + num_bytes
         self._reject = reject
         self._waiting: dict[Peer, tuple[float, FrameDecoder]] = {}
-        """When each came, and what it has said."""
+        """Time of acceptance and received bytes of each connection, oldest first."""
 
     def add(self, peer: Peer) -> None:
         self._waiting[peer] = time.monotonic(), FrameDecoder(self._max_bytes)
         self.sweep()
 
     def num_bytes_needed(self, peer: Peer) -> int:
-        """Bytes to read of it: none of what follows its greeting."""
+        """Return the number of bytes to read next, which never exceeds the greeting."""
         return self._waiting[peer][1].num_bytes_needed
 
     def feed(self, peer: Peer, data: bytes) -> bytes | None:
-        """What follows the token in its greeting, None while that is not whole; it is no stranger
-        then. Raises ConnectionError or ValueError if it has none, or another."""
+        """Add received bytes. Return the data after the token once the greeting is complete.
+
+        Returns None before that. A connection with a complete greeting is no longer pending.
+
+        Raises:
+            ConnectionError: The token or length is wrong, or the connection ended or was rejected.
+            ValueError: The greeting is too long.
+        """
         if not data or peer not in self._waiting:
             raise ConnectionError("no greeting came, or none in time")
         for greeting in self._waiting[peer][1].feed(data):
@@ -101,11 +120,11 @@ class PendingHandshakes(Generic[Peer]):
         return None
 
     def forget(self, peer: Peer) -> None:
-        """It has gone, or may have."""
+        """Remove a connection, if it is pending, without rejecting it."""
         self._waiting.pop(peer, None)
 
     def sweep(self) -> None:
-        """Turn away connections that are late, and the oldest of too many."""
+        """Reject connections that are late, and the oldest ones above the maximum number."""
         while self._waiting:
             peer, (came_at, _) = next(iter(self._waiting.items()))
             is_late = time.monotonic() - came_at >= GREETING_S
@@ -116,8 +135,12 @@ class PendingHandshakes(Generic[Peer]):
 
 
 def read_frames(connection: socket.socket, decoder: FrameDecoder) -> Iterator[bytes]:
-    """Frames that are whole by what comes next; blocks for that. Raises OSError, also if the other
-    end has closed, and what Inbox does."""
+    """Block until bytes arrive and return the frames that they complete.
+
+    Raises:
+        OSError: The connection failed or was closed by the peer.
+        ValueError: A frame is too long.
+    """
     data = connection.recv(RECEIVE_BYTES)
     if not data:
         raise ConnectionError("the other end has closed")
@@ -125,7 +148,12 @@ def read_frames(connection: socket.socket, decoder: FrameDecoder) -> Iterator[by
 
 
 async def iter_frames(reader: StreamReader, max_bytes: int) -> AsyncIterator[bytes]:
-    """Frames until the other end closes, also within one. Raises OSError, and what Inbox does."""
+    """Yield frames until the peer closes the connection; an incomplete frame is dropped.
+
+    Raises:
+        OSError: The connection failed.
+        ValueError: A frame is longer than ``max_bytes``.
+    """
     decoder = FrameDecoder(max_bytes)
     while data := await reader.read(RECEIVE_BYTES):
         for frame in decoder.feed(data):
@@ -133,13 +161,16 @@ async def iter_frames(reader: StreamReader, max_bytes: int) -> AsyncIterator[byt
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the other machine is gone without a word."""
+    """Enable TCP keepalive, which detects a vanished peer machine within 30 seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def shutdown_socket(connection: socket.socket) -> None:
-    """The other end, and whoever reads here, see it at once; who reads here closes it."""
-    with suppress(OSError):  # the other end was first
+    """Shut a socket down, so that the peer and a local reader see its end at once.
+
+    The local reader must close the socket.
+    """
+    with suppress(OSError):  # the peer has closed it already
         connection.shutdown(socket.SHUT_RDWR)

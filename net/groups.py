@@ -1,7 +1,7 @@
-"""Process groups of torch.distributed and the stores in which their ranks meet; NCCL's: nccl.py.
+"""Process groups of torch.distributed, and the stores in which their ranks meet.
 
-Groups are constructed directly; no default group exists. Sockets listen on configured addresses
-only.
+Groups are constructed directly; there is no default group. Sockets listen on configured addresses
+only. Groups of NCCL are in nccl.py.
 """
 
 import socket
@@ -14,7 +14,11 @@ Store = dist.Store
 
 
 def store_server(host: str, timeout_s: float) -> tuple[Store, int]:
-    """And its port. TCPStore alone would listen on every interface: the socket is bound for it."""
+    """Start a store that listens on ``host`` only, and return it with its port.
+
+    The socket is bound here, because TCPStore itself would listen on every interface. Raises
+    ValueError if ``host`` cannot be bound.
+    """
     try:
         listener = socket.create_server((host, 0), backlog=128)
     except OSError as error:
@@ -24,7 +28,10 @@ def store_server(host: str, timeout_s: float) -> tuple[Store, int]:
 
 
 def store_client(host: str, port: int, timeout_s: float, prefix: str = "") -> Store:
-    """What is stored under ``prefix``; one for each group: waits of one store block each other."""
+    """Connect to a store and return its keys under ``prefix``.
+
+    Each group needs a separate client, because waits on one client block each other.
+    """
     return dist.PrefixStore(prefix, _store(host, port, timeout_s, False))
 
 
@@ -34,7 +41,10 @@ def _store(host: str, port: int, timeout_s: float, is_server: bool, **more: Any)
 
 
 def gloo_group(store: Store, rank: int, num_ranks: int, host: str, timeout_s: float) -> Any:
-    """A group that listens on ``host`` only; ``timeout_s`` bounds each wait for another rank."""
+    """Create a gloo group that listens on ``host`` only.
+
+    ``timeout_s`` is the maximum time of each wait for another rank.
+    """
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)

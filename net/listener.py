@@ -1,4 +1,4 @@
-"""A port of a rank, and connections to it: who greets with its token is served."""
+"""Listening sockets of ranks, which serve clients that know their token, and their client side."""
 
 import asyncio
 import logging
@@ -22,11 +22,16 @@ ServeConnection = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], 
 
 
 class Listener:
-    """Has ``serve(greeting, reader, writer)`` serve whoever greets with the token and ``num_bytes``
-    more, until it returns, raises OSError or ValueError, or `stop`. ``serve`` begins in the same
-    turn of the loop in which the other end is told, by an empty frame, that it may go on.
+    """A listening socket that serves connections after a valid greeting. Owned by one asyncio loop.
 
-    Owned by one loop.
+    A greeting is the token and ``num_bytes`` bytes of data. An empty frame acknowledges it, and
+    ``serve`` starts in the same iteration of the loop. A connection is closed when ``serve``
+    returns or raises OSError or ValueError, and by ``stop``.
+
+    Args:
+        host: Address to listen on.
+        num_bytes: Length of the data that follow the token in a greeting.
+        serve: Coroutine function ``serve(data, reader, writer)`` that serves one connection.
     """
 
     def __init__(self, host: str, num_bytes: int, serve: ServeConnection) -> None:
@@ -38,7 +43,10 @@ class Listener:
         )
 
     async def listen(self) -> PortAddress:
-        """Listen on ``host`` only, on a port of the system's choice. Raises ValueError."""
+        """Listen on a free port, if not done already, and return the address.
+
+        Raises ValueError if ``host`` is not an address of this machine.
+        """
         if self._server is None:
             try:
                 self._server = await asyncio.start_server(
@@ -54,7 +62,7 @@ class Listener:
         return PortAddress(self._host, port, self._handshakes.token)
 
     async def stop(self) -> None:
-        """Close the port and every connection."""
+        """Close the listening socket and all connections, and wait for their end."""
         if self._server is not None:
             self._server.close()
         for writer in self._connections.values():
@@ -85,8 +93,11 @@ class Listener:
 
 
 def _raise_backlog(server: asyncio.Server) -> None:
-    """Let the kernel keep BACKLOG connections: the number that asyncio is given bounds its turns
-    too."""
+    """Raise the kernel's queue of connections to BACKLOG.
+
+    The ``backlog`` of asyncio cannot do that, because it is also the number of connections that
+    the loop accepts in one iteration.
+    """
     for listening in server.sockets:
         with socket.fromfd(listening.fileno(), listening.family, listening.type) as own:
             own.listen(BACKLOG)
@@ -95,9 +106,9 @@ def _raise_backlog(server: asyncio.Server) -> None:
 async def connect(
     name: str, address: PortAddress, greeting: bytes
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the Listener of the rank ``name``, which serves it from now on.
+    """Connect to the Listener of the rank ``name`` and wait until it accepts the greeting.
 
-    Raises RankLost if it does not answer.
+    Raises RankLost if the greeting is not accepted within GREETING_S seconds.
     """
     try:
         async with asyncio.timeout(GREETING_S):

@@ -1,4 +1,4 @@
-"""Groups of NCCL: made without torch's watchdogs, their sockets bound to one network interface."""
+"""NCCL process groups without torch's watchdogs, with sockets bound to one network interface."""
 
 import fcntl
 import logging
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from tandem.net.groups import Store
 
 DISABLED_FEATURES = (
-    # A lost or slow peer is its group's failure, never the end of the process.
+    # A lost or slow peer must fail its group and must not end the process.
     *("ASYNC_ERROR_HANDLING", "DESYNC_DEBUG", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT"),
     "PROPAGATE_ERROR",
-    # A broken device is met, and told with its cause, by the engine's next step.
+    # The engine's next step reports a broken device with its cause.
     "RETHROW_CUDA_ERRORS",
-    # Or work.wait() would block, and with the group's timeout.
+    # Otherwise work.wait() would block the host, for up to the group's timeout.
     "BLOCKING_WAIT",
 )
 NCCL_SETTINGS = {f"TORCH_NCCL_{name}": "0" for name in DISABLED_FEATURES}
@@ -28,9 +28,18 @@ log = logging.getLogger(__name__)
 
 
 def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = None) -> Any:
-    """``prepare`` comes before. Every deadline is the caller's: its own is beyond all of them. The
-    first call creates its communicator. With ``max_ctas`` it goes before steps, beside which it
-    runs, and has no stream of theirs."""
+    """Create a group of NCCL; ``configure_nccl`` must have been called before.
+
+    The first operation creates the communicator. The caller must enforce timeouts: the group's
+    own timeout of one day is never reached.
+
+    Args:
+        store: Store in which the ranks meet.
+        rank: This rank within the group.
+        num_ranks: Number of ranks of the group.
+        max_ctas: Maximum thread blocks of a kernel, for a group that runs in parallel with steps.
+            Its kernels get a stream of high priority, which steps never use. None: no limit.
+    """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
     if max_ctas is not None:
@@ -39,11 +48,13 @@ def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = N
 
 
 def configure_nccl(host: str) -> None:
-    """Before any group of NCCL in this process, to whose sockets the interface of the address
-    ``host`` is bound.
+    """Configure this process for NCCL; must be called before its first group is created.
 
-    Settings are the process's, for good: torch reads them in a group's constructor, NCCL its own
-    once. Set and restored around each constructor, they would race with other threads' groups.
+    NCCL's sockets are bound to the interface that has the address ``host``, unless
+    ``NCCL_SOCKET_IFNAME`` is set. Raises ValueError if no interface has it.
+
+    The environment variables stay set, because restoring them would race with groups of other
+    threads: NCCL reads its variables once, torch reads them in the constructor of each group.
     """
     os.environ.update(NCCL_SETTINGS)
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
@@ -53,9 +64,9 @@ def configure_nccl(host: str) -> None:
 
 
 def find_interface(host: str) -> str:
-    """The name of the interface of this machine that has the address ``host``.
+    """Return the name of this machine's interface that has the IPv4 address of ``host``.
 
-    Raises ValueError where none has.
+    Raises ValueError if no interface has it.
     """
     wanted = host
     with suppress(OSError):
@@ -71,7 +82,7 @@ def find_interface(host: str) -> str:
 
 
 def _address(name: str) -> str:
-    """The first IPv4 address of an interface, "" if it has none."""
+    """Return the first IPv4 address of an interface, "" if it has none."""
     packed_name = struct.pack("256s", name.encode()[:15])
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, packed_name)[20:24])

@@ -1,1 +1,1 @@
-"""Text to tokens and back, without torch."""
+"""Conversion of text to tokens and back. Nothing here imports torch."""

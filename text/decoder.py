@@ -1,7 +1,7 @@
-"""Turn tokens into text one at a time, by the rule that tokenizer.json names as its decoder.
+"""Streaming decoders, which turn tokens into text one at a time.
 
-The ``tokenizers`` library decodes whole lists only. The pieces made here join to its text of the
-list.
+The ``tokenizers`` library decodes whole lists only. The concatenated output of a decoder equals
+the text that the library returns for the list, for the decoder that tokenizer.json names.
 """
 
 import codecs
@@ -25,43 +25,44 @@ _REMEDY = "use ByteLevel, or Replace, ByteFallback, Fuse and Strip at the start,
 
 
 class Decoder(Protocol):
-    """The state of one text between two of its tokens."""
+    """Streaming decoder of one text, fed with one token at a time."""
 
     def push(self, token: str) -> str:
-        """Return the text that no later token can change any more."""
+        """Add a token and return the new text that no later token can change."""
 
     def finish(self) -> str:
-        """Return the rest of the text, which ends here."""
+        """End the text and return the rest of it."""
 
 
 class ByteLevelDecoder:
-    """Tokens that spell bytes; bytes that are no UTF-8 become U+FFFD."""
+    """Decoder for byte-level tokens. Bytes that are not valid UTF-8 become U+FFFD."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: str) -> str:
-        """Return the text of all characters that are complete."""
+        """Add a token and return the text of all characters that it completes."""
         try:
             spelled = bytes(map(_BYTE_OF.__getitem__, token))
-        except KeyError:  # an added token, which is text as it stands
+        except KeyError:  # added tokens are plain text
             spelled = token.encode()
         return self._utf8.decode(spelled)
 
     def finish(self) -> str:
-        """Return U+FFFD for a character that is not complete."""
+        """Return U+FFFD if the last character is incomplete, otherwise ""."""
         return self._utf8.decode(b"", final=True)
 
 
 class ByteFallbackDecoder:
-    """Tokens that are text, and tokens such as ``<0xE4>`` that are one byte.
+    """Decoder for tokens that are text, with byte tokens such as ``<0xE4>``.
 
-    A run of bytes becomes text if all of it is UTF-8, else one U+FFFD per byte, as the library has
-    it. So nothing of a run is certain before the run ends.
+    A run of byte tokens becomes text if all of it is valid UTF-8, otherwise one U+FFFD per byte,
+    as in the library. A run is therefore held back until it ends.
 
     Args:
-        replaced: What to replace in a token, and by what.
-        stripped: A character that is removed up to ``num_stripped`` times where the text begins.
+        replaced: Pairs of a string to replace in each token and its replacement.
+        stripped: Character to remove at the start of the text.
+        num_stripped: Maximum number of ``stripped`` to remove.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class ByteFallbackDecoder:
         self._run = bytearray()
 
     def push(self, token: str) -> str:
-        """Return the text up to the end of ``token``; "" inside a run of bytes."""
+        """Add a token and return the new text; "" inside a run of byte tokens."""
         for old, new in self._replaced:
             token = token.replace(old, new)
         if byte := _BYTE_TOKEN.fullmatch(token):
@@ -82,7 +83,7 @@ class ByteFallbackDecoder:
         return self._strip(self._end_run() + token)
 
     def finish(self) -> str:
-        """Return the text of the last run of bytes."""
+        """Return the text of the run of byte tokens that the text ends with."""
         return self._strip(self._end_run())
 
     def _end_run(self) -> str:
@@ -101,9 +102,9 @@ class ByteFallbackDecoder:
 
 
 def read_decoder(whole: _Decoder | None) -> Callable[[], Decoder]:
-    """Return a function that makes a decoder for one text, which decodes as ``whole`` does lists.
+    """Return a factory of streaming decoders that are equivalent to ``whole``.
 
-    Raises ValueError for a kind of decoder that cannot be streamed.
+    Raises ValueError if ``whole`` is a kind of decoder that cannot be streamed.
     """
     section: dict[str, Any] = {} if whole is None else json.loads(whole.__getstate__())
     steps = section.get("decoders", [section])

@@ -1,7 +1,7 @@
-"""The text of an answer, cut where a stop string begins. Pure Python, a token at a time.
+"""Streaming text of an answer, truncated before the first stop string.
 
-What has been told after a token depends on the tokens alone, not on how they arrived, so a
-resumed stream goes on exactly where the broken one ended.
+The text that is emitted after a token depends on the tokens only, not on how they were grouped.
+A resumed stream therefore continues exactly where the broken one ended.
 """
 
 from functools import lru_cache
@@ -10,7 +10,7 @@ from tandem.text.tokenizer import TextStream
 
 
 class _Node:
-    """A beginning of one or more stop strings, ``depth`` characters long; the root is empty."""
+    """A prefix of one or more stop strings, ``depth`` characters long; the root is empty."""
 
     __slots__ = ("depth", "fallback", "longest_match", "next")
 
@@ -18,12 +18,12 @@ class _Node:
         self.next: dict[str, _Node] = {}
         self.depth = depth
         self.fallback: _Node | None = None
-        """The longest end of it that is a beginning too; of the root, None."""
+        """Node of the longest proper suffix that is a prefix of a stop string; None at the root."""
         self.longest_match = 0
-        """Length of the longest stop string that ends here."""
+        """Length of the longest stop string that is a suffix of this prefix, 0 if none is."""
 
     def step(self, char: str) -> "_Node":
-        """The longest beginning that the text ends with after ``char``."""
+        """Return the longest stop-string prefix that ends the text once ``char`` is appended."""
         node = self
         while char not in node.next:
             if node.fallback is None:
@@ -32,7 +32,7 @@ class _Node:
         return node.next[char]
 
     def longest_open_suffix(self) -> "_Node":
-        """The longest end that a stop string goes on from."""
+        """Return the longest suffix of this prefix that a stop string continues."""
         node = self
         while not node.next and node.fallback is not None:
             node = node.fallback
@@ -41,8 +41,10 @@ class _Node:
 
 @lru_cache(maxsize=16)
 def _automaton(stops: tuple[str, ...]) -> _Node:
-    """All stop strings in one trie, with fallbacks (Aho and Corasick). The n answers to a request
-    share it: nothing changes it any more."""
+    """Return the root of the Aho-Corasick automaton of all stop strings.
+
+    The automaton does not change once it is built, so the n answers to a request share it.
+    """
     root = _Node(0)
     layer = {root}
     for stop in stops:
@@ -60,11 +62,11 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
 
 
 class StopText:
-    """Holds back what may be the start of a stop string.
+    """Finds the first stop string in a text and holds back text that may belong to one.
 
-    The answer stops where the first stop string is complete (the longest of those that end
-    there); it and all that follows are never told. A character costs the same however long and
-    many the stop strings are.
+    The text ends where the first stop string is completed. If several end there, the longest
+    counts. Neither the stop string nor later text is emitted. The cost per character does not
+    depend on the number and lengths of the stop strings.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -72,8 +74,15 @@ class StopText:
         self._held = ""
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
-        """What is certain of the text now, and whether a stop string was completed. Those
-        completed while ``may_stop`` is False are ordinary text."""
+        """Append text.
+
+        Args:
+            text: The text to append.
+            may_stop: If False, a stop string completed by ``text`` is ordinary text.
+
+        Returns:
+            The text that became final, and whether a stop string was completed.
+        """
         whole = self._held + text
         for end, char in enumerate(text, start=len(self._held) + 1):
             self._node = self._node.step(char)
@@ -87,13 +96,17 @@ class StopText:
         return whole[:num_certain], False
 
     def finish(self) -> str:
-        """What was held back; the text ends here."""
+        """End the text and return the part that was held back."""
         held, self._held, self._node = self._held, "", self._root
         return held
 
 
 class AnswerText:
-    """Tokens to told text: whole characters first (TextStream), then no stop string."""
+    """Text of one answer: whole characters (TextStream), truncated at a stop string (StopText).
+
+    Attributes:
+        is_stopped: Whether a stop string has ended the text.
+    """
 
     def __init__(self, stream: TextStream, stops: tuple[str, ...], min_tokens: int) -> None:
         self._stream = stream
@@ -103,8 +116,14 @@ class AnswerText:
         self.is_stopped = False
 
     def push(self, token_ids: tuple[int, ...]) -> tuple[str, int]:
-        """The text that became certain, and how many of the tokens are kept; sets ``stopped`` if
-        the last of these completed a stop string and is at least the answer's ``min_tokens``-th."""
+        """Append tokens.
+
+        Sets ``is_stopped`` if a token completes a stop string and the answer then has at least
+        ``min_tokens`` tokens. Later tokens are dropped.
+
+        Returns:
+            The text that became final, and the number of ``token_ids`` that the answer keeps.
+        """
         assert not self.is_stopped, "the text has ended"
         certain = ""
         for num_kept, token in enumerate(token_ids, start=1):
@@ -118,7 +137,7 @@ class AnswerText:
         return certain, len(token_ids)
 
     def finish(self) -> str:
-        """The rest of an answer that ended otherwise."""
+        """Return the text that was held back, "" if a stop string has ended the answer."""
         if self.is_stopped:
             return ""
         text, _ = self._stop_text.push(self._stream.finish(), may_stop=False)

@@ -1,6 +1,6 @@
-"""The thinking part of an answer: which tokens begin and end it, and whether a place is inside.
+"""The thinking part of an answer: its start and end tokens, and whether a position is inside.
 
-The last of the two tokens before a place decides, in the prompt or in the answer.
+The last start or end token before a position decides, in the prompt or in the answer.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,14 @@ from pathlib import Path
 from tandem.text.tokenizer import read_tokenizer
 
 ThinkIds = tuple[int, int]
-"""The tokens that begin and end the thinking part."""
+"""Ids of the tokens that start and end the thinking part."""
 
 
 def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
-    """Token ids of ``names`` in the checkpoint's tokenizer.json; None if that is not there or
-    one of them is not a single token of it.
+    """Return the ids of the tokens ``names`` in the tokenizer.json of the folder ``path``.
 
-    Raises ValueError naming the file when it cannot be read.
+    Returns None without that file, or if one of the names is not a single token. Raises
+    ValueError, which names the file, if it cannot be read.
     """
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
@@ -29,7 +29,10 @@ def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
 def is_thinking_at_start(
     prompt_ids: Sequence[int], output_ids: Sequence[int], think_ids: ThinkIds | None
 ) -> bool:
-    """Whether the token after ``output_ids`` is inside the thinking part."""
+    """Return whether the token after ``output_ids`` is inside the thinking part.
+
+    Returns False if ``think_ids`` is None.
+    """
     if think_ids is None:
         return False
     backwards = chain(reversed(output_ids), reversed(prompt_ids))

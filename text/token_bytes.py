@@ -1,4 +1,4 @@
-"""How much text a token can stand for, where a tokenizer.json allows to say so."""
+"""Upper bound of the text that one token of a tokenizer.json stands for."""
 
 from typing import Any
 
@@ -8,11 +8,14 @@ _LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Cont
 
 
 def max_token_bytes(tree: dict[str, Any]) -> int | None:
-    """Most bytes of UTF-8 that one token of this tokenizer.json takes from a text.
+    """Return the maximum bytes of UTF-8 text that one token stands for, None if unbounded.
 
-    None where no number bounds it: something may shorten or drop text before it becomes tokens
-    (a normaliser, a pre-tokeniser that removes, bytes without a token, added tokens that swallow
-    spaces), or the tokens are not byte-level BPE. Truncation is switched off.
+    There is a bound only for byte-level BPE that drops no text before tokenization. Text is
+    dropped by normalizers, some pre-tokenizers, bytes without a token, and added tokens that strip
+    spaces.
+
+    Args:
+        tree: Content of tokenizer.json, without truncation.
     """
     model, added = tree["model"], tree["added_tokens"]
     is_whole = (
@@ -25,12 +28,12 @@ def max_token_bytes(tree: dict[str, Any]) -> int | None:
     )
     if not is_whole:
         return None
-    # A character of a byte-level token is a byte.
+    # Each character of a byte-level token stands for one byte.
     return max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added))
 
 
 def _is_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
-    """Whether it turns bytes into characters in the end, having dropped nothing."""
+    """Return whether the pre-tokenizer maps bytes to characters and drops no text."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
     kept = all(
         step.get("type") in ("ByteLevel", "Digits") or step.get("behavior") in _LOSSLESS_BEHAVIORS

@@ -1,6 +1,6 @@
-"""Text to token ids and back, from the checkpoint's own tokenizer.json.
+"""Tokenizer of a checkpoint folder (tokenizer.json): text to token ids and back.
 
-docs/prompts.md has the rule by which a text becomes token ids.
+docs/prompts.md defines how a text becomes token ids.
 """
 
 import hashlib
@@ -24,17 +24,17 @@ _TIKTOKEN = (
 
 
 def read_tokenizer(path: Path) -> _Tokenizer | None:
-    """Return the tokenizer.json of a checkpoint folder, None without one.
+    """Load tokenizer.json from a checkpoint folder, None if there is no such file.
 
-    Its sections that cut, fill or vary a text are switched off. Raises ValueError naming the file
-    when it cannot be read.
+    Truncation, padding and dropout are switched off. Raises ValueError, which names the file, if
+    it cannot be read.
     """
     file = path / "tokenizer.json"
     if not file.is_file():
         return None
     try:
         found = _Tokenizer.from_file(str(file))
-    except Exception as error:  # what the library raises has no type of its own
+    except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{file}: is not a tokenizer ({error}); download it again") from None
     found.no_truncation()
     found.no_padding()
@@ -44,14 +44,15 @@ def read_tokenizer(path: Path) -> _Tokenizer | None:
 
 
 def tokenizer_digest(path: Path) -> str:
-    """Return the digest of the tokenizer in a checkpoint folder, "" without one."""
+    """Return ``Tokenizer.digest`` of a checkpoint folder, "" if it has no tokenizer.json."""
     return Tokenizer(path).digest if (path / "tokenizer.json").is_file() else ""
 
 
 class Tokenizer:
-    """Token ids of prompts and the vocabulary's entries of tokens, from a checkpoint folder.
+    """Tokenizer of a checkpoint folder.
 
-    Raises ValueError naming the file when one is missing, unreadable or of an unknown kind.
+    The constructor raises ValueError, which names the file, if a file is missing, unreadable or
+    of an unsupported kind.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -67,7 +68,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {
             token.content: token_id for token_id, token in added.items() if token.special
         }
-        """The id of each token that has no text unless a request keeps special tokens."""
+        """Ids of special tokens, which have no text unless a request keeps special tokens."""
         self._prefix_ids = _read_prefix_ids(found, folder)
         try:
             self.new_decoder = read_decoder(found.decoder)
@@ -80,28 +81,29 @@ class Tokenizer:
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of text that one token stands for; None where no number bounds it."""
+        """Maximum bytes of UTF-8 text that one token stands for, None if unbounded."""
         return max_token_bytes(json.loads(self._tokenizer.to_str()))
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that decides which tokens a text has: 32 hexadecimal digits."""
+        """Digest of everything that affects tokenization: 32 hexadecimal digits."""
         content = json.dumps([self._tokenizer.to_str(), self._prefix_ids])
         return hashlib.sha256(content.encode()).hexdigest()[:32]
 
     def encode(self, text: str, max_tokens: int | None = None) -> list[int]:
-        """Return the token ids of the whole text, after the tokens that a prompt begins with.
+        """Return the token ids of ``text`` after the prefix tokens of prompts.
 
-        As far as the text begins with those itself they are not added. Nothing is appended. Other
-        threads run meanwhile: only the batch form of the library releases the interpreter lock.
+        Prefix tokens that the text itself starts with are not repeated. Nothing is appended. The
+        batch method of the library is used because only that method releases the GIL.
 
         Raises:
-            TextTooLong: The text alone has more than ``max_tokens``.
+            TextTooLong: The text has more than ``max_tokens`` tokens, not counting added prefix
+                tokens.
         """
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         num_tokens = len(encoding)
         if max_tokens is not None and num_tokens > max_tokens:
-            del encoding  # the error's traceback keeps this frame, and some 100 bytes a token
+            del encoding  # the traceback keeps this frame alive, with about 100 bytes per token
             raise TextTooLong(num_tokens)
         ids: list[int] = encoding.ids
         num_there = max(
@@ -112,24 +114,24 @@ class Tokenizer:
         return [*self._prefix_ids, *ids[num_there:]]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of ``token_ids``; broken bytes become U+FFFD."""
+        """Return the text of ``token_ids``; invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def spelling(self, token_id: int, *, skip_special_tokens: bool = True) -> str | None:
-        """Return the vocabulary's entry of a token, None of one without text.
+        """Return the vocabulary entry of a token, None if the token has no text.
 
-        Special tokens have none if they are skipped, ids beyond the vocabulary (padding rows of
-        lm_head) never.
+        Special tokens have no text if they are skipped. Ids beyond the vocabulary (padding rows
+        of lm_head) never have text.
         """
         token: str | None = self._tokenizer.id_to_token(token_id)
         return None if skip_special_tokens and token in self.special_tokens else token
 
 
 def _read_prefix_ids(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
-    """Return the token ids that a prompt begins with.
+    """Return the prefix tokens of prompts, such as the begin-of-sentence token.
 
-    A post-processor that adds the begin-of-sentence token decides, else an explicit
-    ``add_bos_token: true`` in tokenizer_config.json.
+    They are the tokens that the post-processor of tokenizer.json adds. ``add_bos_token: true`` in
+    tokenizer_config.json adds the begin-of-sentence token if it is not among them.
     """
     added = _added_by_post_processor(tokenizer)
     file = folder / "tokenizer_config.json"
@@ -148,7 +150,7 @@ def _read_prefix_ids(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
 
 
 def _added_by_post_processor(tokenizer: _Tokenizer) -> tuple[int, ...]:
-    """Return the token ids that tokenizer.json's post-processor puts before any text."""
+    """Return the token ids that the post-processor of tokenizer.json puts before any text."""
     if tokenizer.post_processor is None:
         return ()
     one_token = _Tokenizer(WordLevel({"x": 0}, unk_token="x")).encode("x")
@@ -157,10 +159,10 @@ def _added_by_post_processor(tokenizer: _Tokenizer) -> tuple[int, ...]:
 
 
 class TextStream:
-    """The text of one answer as its tokens come; no piece ends inside a character.
+    """Streaming decoder of one answer, whose pieces never end inside a character.
 
-    The pieces, with that of ``finish``, join to the text of all tokens. The cost of a token does
-    not grow with what came before it.
+    The concatenated pieces, including that of ``finish``, are the text of all tokens. The cost
+    per token does not depend on the number of previous tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -169,7 +171,7 @@ class TextStream:
         self._decoder = tokenizer.new_decoder()
 
     def push(self, token_ids: tuple[int, ...] | list[int]) -> str:
-        """Return the text that became certain with ``token_ids``; "" inside a character."""
+        """Append tokens and return the text that became final; "" inside a character."""
         tokens = (
             self._tokenizer.spelling(token_id, skip_special_tokens=self._skips)
             for token_id in token_ids
@@ -177,5 +179,5 @@ class TextStream:
         return "".join(self._decoder.push(token) for token in tokens if token is not None)
 
     def finish(self) -> str:
-        """Return what was held back; call it once, at the end."""
+        """Return the text that was held back. Must be called once, after the last token."""
         return self._decoder.finish()

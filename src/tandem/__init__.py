@@ -1,7 +1,7 @@
-"""Clients of a Tandem server: ``from tandem import Client``.
+"""Python client of a Tandem server: ``from tandem import Client``.
 
-The names below are imported when they are first used, because every module of Tandem imports this
-package, and ranks need no gRPC. Clients need neither PyTorch nor Ray.
+Importing the client requires neither PyTorch nor Ray. The public names are imported lazily, because
+every module of Tandem imports this package and ranks do not need gRPC.
 """
 
 from importlib import import_module
