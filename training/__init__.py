@@ -1,1 +1,1 @@
-"""Trains the small DeepSeek-V3 checkpoint that ships with the project."""
+"""Training of the tiny DeepSeek-V3 checkpoint that ships with the project, and of its drafters."""

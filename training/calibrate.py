@@ -1,9 +1,9 @@
-"""Which tree of drafts is worth most with Medusa's heads: python -m training.calibrate.
+"""Finds the best tree of drafts for Medusa heads: python -m training.calibrate.
 
-Measures, behind held-out text, how often each of the likeliest tokens of each head is the main
-model's own choice at that place, and writes the best tree of 63 drafts (or fewer) as
-``choices.json`` beside the heads: its first n paths are the best tree of n. The value of a path is
-the product of its shares (Medusa, arXiv 2401.10774, appendix on sparse trees).
+It measures on held-out text how often each of a head's most likely tokens is the main model's
+choice. The best tree of 63 drafts, or of --num-nodes, is written as ``choices.json`` to the folder
+of the heads. Its first n paths are the best tree of n drafts. The value of a path is the product of
+its shares (Medusa, arXiv 2401.10774, appendix on sparse trees).
 """
 
 import argparse
@@ -32,9 +32,15 @@ PAGE_SIZE = 64
 
 
 def best_tree(shares: list[list[float]], num_nodes: int) -> list[Choice]:
-    """Paths in the order of their values, each behind its prefix: no other tree of as many has a
-    greater sum, as no path is worth more than its prefix. ``shares[d][r]`` is how often rank r of
-    head d is right."""
+    """Return the ``num_nodes`` paths with the largest values, in descending order.
+
+    A path is never worth more than its prefix, so prefixes come first and the paths form a tree.
+    No other tree of ``num_nodes`` paths has a larger sum.
+
+    Args:
+        shares: ``shares[d][r]`` is how often the token of rank r of head d is right.
+        num_nodes: Number of paths.
+    """
     heap: list[tuple[float, Choice]] = []
     found: list[Choice] = []
 
@@ -52,7 +58,7 @@ def best_tree(shares: list[list[float]], num_nodes: int) -> list[Choice]:
 
 
 def path_values(shares: list[list[float]], paths: list[Choice]) -> Iterator[float]:
-    """Of each path, by the model that ranks are right independently of what is before them."""
+    """Yield the value of each path, assuming that the ranks of a path are independent."""
     for path in paths:
         value = 1.0
         for depth, rank in enumerate(path):
@@ -62,7 +68,7 @@ def path_values(shares: list[list[float]], paths: list[Choice]) -> Iterator[floa
 
 @torch.inference_mode()
 def rank_shares(loaded: LoadedModel, windows: Tensor) -> list[list[float]]:
-    """Of each head and rank the share of places at which it is the main model's likeliest token."""
+    """Return how often each rank of each head is the main model's most likely token."""
     drafter, network = loaded.drafter, loaded.network
     assert isinstance(drafter, MedusaDrafter), "speculation.drafter=medusa is loaded"
     num_pages = -(-windows.shape[1] // PAGE_SIZE)

@@ -18,18 +18,18 @@ _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "__pycache__"
 
 
 def library_root() -> Path:
-    """Folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def is_held_out(relative_path: str) -> bool:
-    """Whether a file is held out: a stable function of its path (POSIX form, from the root)."""
+    """Return whether a file is held out, by a hash of its POSIX path relative to the root."""
     digest = hashlib.blake2b(relative_path.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < HELD_OUT_FRACTION * 2**64
 
 
 def _source_files(root: Path) -> list[Path]:
-    """Return all files ``*.py`` below ``root``, without reading folders that are skipped."""
+    """Return all files ``*.py`` below ``root``, except those in skipped folders."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
@@ -49,22 +49,22 @@ def _split() -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def train_files() -> list[Path]:
-    """Files the checkpoint is trained on, sorted by path."""
+    """Return the files that the checkpoint is trained on, sorted by path."""
     return list(_split()[0])
 
 
 def held_out_files() -> list[Path]:
-    """Files the checkpoint never sees (about 4 %), sorted by path."""
+    """Return the files that are not used for training (about 4 %), sorted by path."""
     return list(_split()[1])
 
 
 def read_text(path: Path) -> str:
-    """Text of a source file; undecodable bytes are replaced."""
+    """Return the text of a source file; undecodable bytes are replaced."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a text, without special tokens.
+    """Return the token ids of a text, without special tokens.
 
     `tokenizer` is a `tokenizers.Tokenizer` or a transformers tokenizer.
     """
@@ -80,7 +80,10 @@ def _held_out_ids(tokenizer: Any) -> list[list[int]]:
 def held_out_prompts(
     tokenizer: Any, num: int, min_len: int, max_len: int, seed: int
 ) -> list[list[int]]:
-    """Prompts from held-out files: BOS and a slice, min_len to max_len tokens in all."""
+    """Return random prompts from held-out files.
+
+    Each is BOS and a slice of a file, with ``min_len`` to ``max_len`` tokens including BOS.
+    """
     documents = [ids for ids in _held_out_ids(tokenizer) if len(ids) >= max_len]
     if not documents:
         raise ValueError(f"no held-out file has {max_len} tokens")

@@ -1,5 +1,7 @@
-"""A draft model of two layers for a finished checkpoint: python -m training.draft_model. It learns
-to say what the main model would, whose embedding, head and last norm it begins with.
+"""Trains a draft model of two layers for a finished checkpoint: python -m training.draft_model.
+
+It learns the main model's output distribution. Its embedding, head and final norm are initialised
+with those of the main model.
 """
 
 import argparse
@@ -30,11 +32,11 @@ from training.vanilla import LINKED
 
 SMALL = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
 LATENTS = {"kv_lora_rank": 128, "qk_rope_head_dim": 32}
-"""What travels of a token: 160 values a layer instead of 576."""
+"""Dimensions of the cached latent: 160 values per token and layer instead of 576."""
 
 
 def create_student(main: Network) -> Network:
-    """Its MTP layer is nobody's."""
+    """Create the draft model. Its MTP layer is unused and not trained."""
     network = Network(NetworkConfig(**SMALL, **LATENTS), seed=1)
     for name in ("model.embed_tokens", "model.norm", "lm_head"):
         network.get_submodule(name).load_state_dict(main.get_submodule(name).state_dict())
@@ -43,7 +45,7 @@ def create_student(main: Network) -> Network:
 
 
 def losses(main: Network, network: Network, windows: Tensor) -> Tensor:
-    """In nats per token, against the frozen main model at every place."""
+    """Return the loss [1] in nats per token, against the frozen main model at all positions."""
     tokens = windows[:, :-1]
     with torch.no_grad():
         logits = main(tokens).logits
@@ -52,19 +54,19 @@ def losses(main: Network, network: Network, windows: Tensor) -> Tensor:
 
 
 def agreement(main: Network, network: Network, windows: Tensor) -> tuple[list[float], float]:
-    """See training.evaluate: followed."""
+    """Return the agreement of drafts with the main model, see evaluate.measure_drafts."""
 
     def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         drafts = network(tokens).logits.argmax(-1)
         num = tokens.shape[1] - DEPTH
-        # Draft k of row i is for place i + k, and reads all tokens up to that.
+        # Draft k of row i is for position i + k and reads all tokens up to there.
         return main(tokens).logits.argmax(-1), [drafts[:, k : k + num] for k in range(1, DEPTH + 1)]
 
     return measure_drafts(windows, predict)
 
 
 def save(network: Network, base: Path, folder: Path) -> None:
-    """A checkpoint, of the same tokenizer."""
+    """Write the draft model as a checkpoint, with links to the tokenizer of ``base``."""
     folder.mkdir(parents=True, exist_ok=True)
     config = hf_config(network.config) | {"num_nextn_predict_layers": 0}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -88,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and says how often it is right on held-out text."""
+    """Train the draft model and print how often it is right on held-out text."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     network, held_out = create_student(texts.network), held_out_windows(texts.tokenizer, LENGTH, 64)

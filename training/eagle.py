@@ -1,11 +1,13 @@
-"""Trains heads of EAGLE for a finished checkpoint, which stays as it is:
+"""Trains EAGLE heads for a finished checkpoint, which is not changed:
 python -m training.eagle --method eagle | hass | eagle3.
 
-eagle (arXiv 2401.15077): the next feature by SmoothL1, and what it says by 0.1 cross-entropy.
-hass (2408.15766): the same over 3 steps, each fed with the one before (context alignment), and
-cross-entropy over the 10 likeliest tokens (top-k distillation).
-eagle3 (2503.01840): what 7 such steps say, and no features (training-time test); half of the run
-is of one step, as the others follow quickly and take three times as long.
+eagle (arXiv 2401.15077): SmoothL1 loss of the next feature, and cross-entropy of its token with
+weight 0.1.
+hass (2408.15766): the same over 3 steps, each fed with the output of the previous one (context
+alignment), and cross-entropy over the 10 most likely tokens (top-k distillation).
+eagle3 (2503.01840): cross-entropy over 7 such steps, without a loss of features (training-time
+test). The first half of the run trains one step only: later steps are learned quickly, and
+training them triples the time.
 """
 
 import argparse
@@ -39,33 +41,38 @@ TOKEN_WEIGHT, TOP_WEIGHT, NUM_TOP, DECAY = 0.1, 1.0, 10, 0.8
 
 
 def feature_loss(made: Tensor, wanted: Tensor) -> Tensor:
-    """SmoothL1, mean over values and places."""
+    """Return the SmoothL1 loss, averaged over values and positions."""
     return F.smooth_l1_loss(made, wanted)
 
 
 def token_loss(logits: Tensor, teacher: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Cross-entropy to the teacher's distribution [.., U]: mean over places, of which those that
-    ``mask`` lacks count as nothing."""
+    """Return the cross-entropy to the teacher's distribution [.., U], averaged over positions.
+
+    Positions outside ``mask`` count as 0.
+    """
     each = -(teacher * logits.log_softmax(-1)).sum(-1)
     return (each if mask is None else each * mask).mean()
 
 
 def top_loss(logits: Tensor, teacher: Tensor, num: int = NUM_TOP) -> Tensor:
-    """HASS's top-k distillation: the teacher's cross-entropy over its ``num`` likeliest tokens."""
+    """Return the cross-entropy over the teacher's ``num`` most likely tokens (HASS)."""
     shares, tokens = teacher.topk(num, dim=-1)
     return -(shares * logits.log_softmax(-1).gather(-1, tokens)).sum(-1).mean()
 
 
 def taps(num_layers: int) -> tuple[int, ...]:
-    """The layers whose input EAGLE-3 reads: of few layers the last, where the authors, who have
-    dozens, take the last but two."""
+    """Return the layers whose inputs EAGLE-3 reads.
+
+    The last of them is the last layer. EAGLE-3's authors use the third last of their models, which
+    have dozens of layers.
+    """
     return 2, num_layers // 2, num_layers - 1
 
 
 def head_losses(
     network: Network, head: Head, num_steps: int, top_weight: float, windows: Tensor
 ) -> Tensor:
-    """Of every step, weighted."""
+    """Return the weighted loss of each unrolled step."""
     tokens = windows[:, :-1]
     rows, has_taps = tokens.shape[1] - num_steps, head.config.has_taps
     out, features = read(network, head, tokens)
@@ -86,7 +93,7 @@ def head_losses(
 def agreement(
     network: Network, head: Head, windows: Tensor, num_steps: int = 3
 ) -> tuple[list[float], float]:
-    """See training.evaluate: followed."""
+    """Return the agreement of drafts with the main model, see evaluate.measure_drafts."""
 
     def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         out, features = read(network, head, tokens)
@@ -100,7 +107,7 @@ def agreement(
 
 
 def read(network: Network, head: Head, tokens: Tensor) -> tuple[TrunkOutput, Tensor]:
-    """The frozen main model's output, and the features that the head reads of it."""
+    """Return the frozen main model's output and the features that the head reads."""
     has_taps = head.config.has_taps
     with torch.no_grad():
         out = network(tokens, taps(network.config.num_hidden_layers) if has_taps else ())
@@ -108,7 +115,7 @@ def read(network: Network, head: Head, tokens: Tensor) -> tuple[TrunkOutput, Ten
 
 
 def frequent(texts: TrainingSetup, num: int) -> Tensor:
-    """The most frequent tokens of what it is trained on, ascending."""
+    """Return the ``num`` most frequent tokens of the training texts, in ascending order."""
     counts = torch.bincount(texts.stream, minlength=texts.network.config.vocab_size)
     counts += torch.bincount(texts.continuations.flatten(), minlength=len(counts))
     ids = counts.topk(num).indices.sort().values
@@ -117,7 +124,10 @@ def frequent(texts: TrainingSetup, num: int) -> Tensor:
 
 
 def save(head: Head, network: Network, folder: Path) -> None:
-    """By the authors' names: EAGLE-3's layer is ``midlayer``, EAGLE-1's ``layers.0``."""
+    """Write a head with the tensor names of EAGLE's authors.
+
+    The layer is ``midlayer`` in EAGLE-3 and ``layers.0`` otherwise.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     c, has_taps = head.config, head.config.has_taps
     weights = head.state_dict() | {"fc.weight": head.fc.weight * head.scale_F}
@@ -185,7 +195,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and says how often each draft is right on held-out text after it."""
+    """Train a head and print how often each draft is right on held-out text afterwards."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     network, has_taps = texts.network, arguments.method == "eagle3"

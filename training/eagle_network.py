@@ -1,7 +1,7 @@
-"""EAGLE's heads to be trained: parameters carry the authors' names, and what they compute is what
-model/drafters/eagle_layer.py does.
+"""Trainable EAGLE heads, equivalent to model/drafters/eagle_layer.py.
 
-Shapes: B windows, T tokens, R rows, D hidden, F features, H heads, V vocabulary, U of a head's own.
+Parameters have the names of EAGLE's authors. Shapes: B windows, T tokens, R rows, D hidden,
+F features, H heads, V vocabulary, U draft vocabulary of an EAGLE-3 head.
 """
 
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from training.model import Network
 from training.network import MLP, KeyValue, RMSNorm, attend_causal, attend_unrolled, rotate
 
 KEY_SCALE, OUTPUT_SCALE = 1.2, 3.0
-"""Of a head that attends to itself, its keys; and what it gives."""
+"""Initial scales of the keys and outputs of EAGLE-3's attention (Attention.attend_to_self)."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Field names as in config.json; ``has_taps`` makes it EAGLE-3's."""
+    """Architecture of a head; field names as in config.json. ``has_taps`` selects EAGLE-3."""
 
     hidden_size: int
     vocab_size: int
@@ -34,8 +34,10 @@ class HeadConfig:
 
 
 class Attention(nn.Module):
-    """Llama's, over steps of the training-time test: a row sees step 0 of all rows before it and of
-    later steps its own."""
+    """Llama attention over the unrolled steps of the training-time test.
+
+    A row sees step 0 of all rows up to its position, and only its own entries of later steps.
+    """
 
     def __init__(self, c: HeadConfig, dim_in: int) -> None:
         super().__init__()
@@ -46,8 +48,11 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * c.head_dim, c.hidden_size, bias=False)
 
     def attend_to_self(self) -> None:
-        """A query head of each group begins as its key, so that rows attend to themselves. In
-        EAGLE-3's layer the token is nowhere else: without, it takes long to be found."""
+        """Initialise the first query head of each group as its key, so rows attend to themselves.
+
+        The token's embedding enters EAGLE-3's layer through attention only. Without this
+        initialisation, training takes long to find it.
+        """
         by_group = self.q_proj.weight.data.unflatten(
             0, (self.groups, self.heads // self.groups, -1)
         )
@@ -80,7 +85,12 @@ class MidLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """``ids_U`` are the tokens that EAGLE-3's own head knows, ascending."""
+    """EAGLE head: input projection, one layer and, in EAGLE-3, a language-model head.
+
+    Attributes:
+        ids_U: Tokens of EAGLE-3's draft vocabulary, in ascending order.
+        scale_F: Factors of the input features, 1 unless ``rescale`` was called.
+    """
 
     angles: Tensor
     ids_U: Tensor
@@ -118,17 +128,23 @@ class Head(nn.Module):
             nn.init.zeros_(self.fc.bias)
 
     def rescale(self, features: Tensor) -> None:
-        """Read such features at a size of one, each tap by itself. What enters layers may be dozens
-        of times as large as what layers add to it: fc would outrun all else. It is a factor of fc's
-        columns in the end."""
+        """Scale each tap of the input to a root mean square of 1, as measured on ``features``.
+
+        The inputs of layers may be dozens of times larger than the layers' outputs, so that ``fc``
+        would dominate everything else. A saved checkpoint has the factors in the columns of
+        ``fc``.
+        """
         squares = features.unflatten(-1, (-1, self.config.hidden_size)).square().mean((0, 1, 3))
         self.scale_F = squares.rsqrt().repeat_interleave(self.config.hidden_size)
 
     def unrolled(
         self, network: Network, tokens: Tensor, features: Tensor, num_steps: int
     ) -> list[Tensor]:
-        """What it makes of each of R = T - steps rows, step by step: row i of step k takes token
-        i + 1 + k and, but for step 0, what it made itself of the row."""
+        """Return the hidden states [B, R, D] of each step, for R = T - num_steps rows.
+
+        Row i of step k reads token i + 1 + k. Step 0 also reads the row's features, and later
+        steps read the row's previous hidden state.
+        """
         rows = tokens.shape[1] - num_steps
         hidden, made, depths = features[:, :rows], [], list[KeyValue]()
         if self.config.has_taps:
@@ -153,7 +169,7 @@ class Head(nn.Module):
         return before + out
 
     def logits(self, network: Network, hidden: Tensor) -> Tensor:
-        """[.., U] of its own head, or [.., V] of the network's."""
+        """Return logits [.., U] of EAGLE-3's head, otherwise [.., V] of the network's head."""
         if self.config.has_taps:
             return self.lm_head(self.norm(hidden))
         return F.linear(hidden, network.lm_head.weight)

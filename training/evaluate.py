@@ -1,4 +1,4 @@
-"""Held-out loss of a checkpoint and how often its MTP drafts match the main model."""
+"""Held-out loss of a checkpoint, and agreement of its MTP drafts with the main model."""
 
 import argparse
 import json
@@ -22,10 +22,12 @@ DEPTH = 3
 
 @dataclass(frozen=True)
 class Evaluation:
-    """loss in nats per token; agreement[k - 1]: share of rows whose depth-k draft is right.
+    """Quality of a checkpoint. A draft is right if it equals the main model's argmax.
 
-    A draft is right if it equals the main model's argmax. accepted[n - 1] is the expected
-    number of tokens per step with n drafts, with true tokens as context.
+    Attributes:
+        loss: Loss in nats per token.
+        agreement: Share of rows whose draft is right, by depth from 1.
+        accepted: Expected tokens per step with 1, 2, ... drafts and true tokens as context.
     """
 
     loss: float
@@ -34,7 +36,10 @@ class Evaluation:
 
 
 def held_out_windows(tokenizer: Tokenizer, length: int, num: int | None = None) -> Tensor:
-    """Windows [N, length + 1] spread evenly over the held-out documents, BOS + file + EOS."""
+    """Return windows [N, length + 1], spread evenly over the held-out documents.
+
+    A document is BOS + file + EOS. ``num`` is the maximum number of windows, None for all.
+    """
     stream: list[int] = []
     for path in corpus.held_out_files():
         ids = corpus.encode(tokenizer, corpus.read_text(path))
@@ -47,7 +52,7 @@ def held_out_windows(tokenizer: Tokenizer, length: int, num: int | None = None) 
 
 @torch.inference_mode()
 def evaluate(network: Network, windows: Tensor, batch: int = 8) -> Evaluation:
-    """Teacher-forced evaluation over windows [N, T + 1]."""
+    """Evaluate a network on windows [N, T + 1], with true tokens as context."""
     loss = 0.0
     hits = torch.zeros(DEPTH)
     runs = torch.zeros(DEPTH)
@@ -74,9 +79,17 @@ def evaluate(network: Network, windows: Tensor, batch: int = 8) -> Evaluation:
 def measure_drafts(
     windows: Tensor, predict: Callable[[Tensor], tuple[Tensor, list[Tensor]]]
 ) -> tuple[list[float], float]:
-    """Of each draft the share of places at which it is right behind true text, and tokens a step if
-    all before it have to be. ``said`` gives the main model's choices [B, T] of tokens [B, T], and
-    those of each draft [B, R]: row i of draft k is for place i + k."""
+    """Measure how often drafts equal the main model's choice, with true tokens as context.
+
+    Args:
+        windows: Held-out windows [N, T + 1].
+        predict: Function of tokens [B, T]. It returns the main model's choices [B, T] and, for
+            each draft, choices [B, R], where row i of draft k is for position i + k.
+
+    Returns:
+        The share of positions at which each draft is right. The expected number of tokens per
+        step, in which a draft counts if all drafts before it are right.
+    """
     shares: list[Tensor] = []
     runs: list[Tensor] = []
     for window in windows.split(8):
@@ -89,7 +102,7 @@ def measure_drafts(
 
 
 def load_network(folder: Path) -> Network:
-    """Reads a checkpoint folder written by training.export, in fp32."""
+    """Load a checkpoint folder that training.export has written, in fp32."""
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     names = {field.name for field in fields(NetworkConfig)}
     network = Network(NetworkConfig(**{k: v for k, v in settings.items() if k in names}))
@@ -98,7 +111,7 @@ def load_network(folder: Path) -> Network:
 
 
 def main() -> None:
-    """Command line: python -m training.evaluate."""
+    """Run the command line of python -m training.evaluate."""
     parser = argparse.ArgumentParser(description=__doc__)
     default = Path(__file__).parent / "tiny-v3"
     parser.add_argument("--checkpoint", type=Path, default=default, help="checkpoint folder")

@@ -19,7 +19,7 @@ _FP32_SUFFIX = "e_score_correction_bias"
 
 
 def hf_config(c: NetworkConfig) -> dict:
-    """config.json of the checkpoint, with every field of DeepSeek-V3's own that matters."""
+    """Return the content of config.json, with all relevant fields of DeepSeek-V3's."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -46,7 +46,7 @@ def hf_config(c: NetworkConfig) -> dict:
 
 
 def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
-    """All tensors under their checkpoint names: bf16, but the routing biases in fp32."""
+    """Return all tensors by checkpoint name, in bf16, except the routing biases in fp32."""
     tensors = layer_tensors(network)
     mtp = f"model.layers.{network.config.num_hidden_layers}"
     tensors[f"{mtp}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -55,7 +55,7 @@ def checkpoint_tensors(network: Network) -> dict[str, Tensor]:
 
 
 def layer_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Of a part of it, whose names begin so."""
+    """Return the tensors of a module by checkpoint name; ``prefix`` is prepended to the names."""
     tensors: dict[str, Tensor] = {}
     for name, value in module.state_dict(prefix=prefix).items():
         before, stacked, projection = name.partition(".experts.")
@@ -73,7 +73,7 @@ def _stored(name: str, value: Tensor) -> Tensor:
 
 
 def load_tensors(network: Network, tensors: dict[str, Tensor]) -> None:
-    """Copies checkpoint tensors into a network (the inverse of checkpoint_tensors)."""
+    """Copy checkpoint tensors into a network (the inverse of checkpoint_tensors)."""
     state = {}
     for name, value in network.state_dict().items():
         prefix, stacked, projection = name.partition(".experts.")
@@ -92,7 +92,10 @@ def _write_json(path: Path, value: dict) -> None:
 
 
 def export(network: Network, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes weights, configuration and tokenizer; each file is replaced in one step."""
+    """Write weights, configuration and, unless it exists, the tokenizer.
+
+    Files of weights and configuration are replaced atomically.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "tokenizer_config.json").exists():
         save_tokenizer(tokenizer, folder)

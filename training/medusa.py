@@ -1,9 +1,9 @@
-"""MEDUSA-1 (arXiv 2401.10774): trains heads that draft, on the last hidden states of a finished
-checkpoint, which stays as it is: python -m training.medusa.
+"""Trains Medusa heads (MEDUSA-1, arXiv 2401.10774): python -m training.medusa.
 
-Head i predicts the token i + 2 places behind, h + silu(W h + b) through a matrix of its own. As
-for the MTP layer the goal is what the main model itself says there, half of the time on its own
-greedy continuations.
+The heads read the last hidden states of a finished checkpoint, which is not changed. Head i, from
+0, predicts the token i + 2 positions after that of hidden state h. Its logits are a separate matrix
+times h + silu(W h + b). The target is the main model's own output there. Half of the training text
+is greedy continuations by the main model.
 """
 
 import argparse
@@ -21,11 +21,14 @@ from training.model import Network
 from training.tuning import LENGTH, TrainingRun, add_schedule, draft_loss, load_setup, write_report
 
 DECAY = 0.8
-"""Of a head's weight in the loss, from one to the next."""
+"""Ratio of the loss weights of successive heads."""
 
 
 class Heads(nn.Module):
-    """Logits of each of H from hidden states [.., D]. They begin as the main model's own head."""
+    """H Medusa heads, which return logits for hidden states [.., D].
+
+    They are initialised with the main model's head.
+    """
 
     def __init__(self, network: Network, num_heads: int) -> None:
         super().__init__()
@@ -42,7 +45,7 @@ class Heads(nn.Module):
         ]
 
     def tensors(self) -> dict[str, Tensor]:
-        """By the authors' names, bf16."""
+        """Return the tensors in bf16, by the names of Medusa's authors."""
         parts = zip(self.weight_HDD, self.bias_HD, self.head_HVD, strict=True)
         names = "{}.0.linear.weight", "{}.0.linear.bias", "{}.1.weight"
         return {
@@ -53,7 +56,7 @@ class Heads(nn.Module):
 
 
 def head_losses(network: Network, heads: Heads, windows: Tensor) -> Tensor:
-    """Of every head, in nats per token, each weighted by DECAY once more than the one before."""
+    """Return the loss of each head in nats per token, times DECAY ** i for head i from 1."""
     with torch.no_grad():
         out = network(windows[:, :-1])
         best, teacher = out.logits.argmax(-1, keepdim=True), out.logits.softmax(-1)
@@ -65,7 +68,7 @@ def head_losses(network: Network, heads: Heads, windows: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def agreement(network: Network, heads: Heads, windows: Tensor) -> list[float]:
-    """Of each head the share of places at which its likeliest token is the main model's."""
+    """Return how often each head's most likely token is the main model's."""
     out = network(windows[:, :-1])
     best = out.logits.argmax(-1)
     return [
@@ -96,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and says how often each head is right on held-out text before and after."""
+    """Train heads and print how often each is right on held-out text before and after."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     network = texts.network

@@ -1,9 +1,9 @@
-"""MEDUSA-2 (arXiv 2401.10774, 2.2.2): heads and the model that they draft for, trained together:
+"""Trains Medusa heads together with their model (MEDUSA-2, arXiv 2401.10774, section 2.2.2):
 python -m training.medusa2 --out DIR.
 
-The model is a copy: DIR becomes a checkpoint of its own, with heads in DIR/heads. Heads are warmed
-up first, while the model stays as it is; then all are trained, the model at a tenth of the rate.
-The copy's MTP layer is left as it was, and drafts for a model that has moved away from it.
+A copy of the model is trained: DIR becomes a separate checkpoint, with the heads in DIR/heads.
+First the heads are trained alone. Then both are trained, the model at a tenth of the rate. The MTP
+layer is not trained and does not match the changed model.
 """
 
 import argparse
@@ -23,25 +23,30 @@ from training.muon import Muon
 from training.tuning import LENGTH, TrainingRun, TrainingSetup, add_schedule, load_setup
 
 HEADS_WEIGHT = 0.2
-"""Of the heads' losses beside the model's own (the paper's lambda_0)."""
+"""Weight of the heads' losses relative to the model's own loss (lambda_0 in the paper)."""
 MODEL_SHARE = 0.1
-"""Of the rate, for the model."""
+"""Learning rate of the model divided by that of the heads."""
 
 
 def joint_losses(network: Network, heads: Heads, windows: Tensor) -> Tensor:
-    """The model's own loss, in nats per token, and those of the heads, which are weighted."""
+    """Return the model's own loss and the weighted losses of the heads, in nats per token.
+
+    All are multiplied by their number, because TrainingRun averages them.
+    """
     tokens, targets = windows[:, :-1], windows[:, 1:]
     out = network(tokens)
     values = [F.cross_entropy(out.logits.flatten(0, 1), targets.flatten())]
     for i, logits in enumerate(heads(out.hidden), 1):
         loss = F.cross_entropy(logits[:, :-i].flatten(0, 1), targets[:, i:].flatten())
         values.append(HEADS_WEIGHT * DECAY**i * loss)
-    # Run takes the mean of all.
     return torch.stack(values) * len(values)
 
 
 def optimizers(network: Network, heads: Heads, arguments: argparse.Namespace) -> list:
-    """Muon for the trunk's matrices, AdamW for the rest; the MTP layer is not among them."""
+    """Create the optimizers: Muon for the trunk's matrices, AdamW for other parameters.
+
+    The MTP layer is not trained.
+    """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     mtp = {id(weight) for weight in network.mtp.parameters()}
@@ -62,7 +67,7 @@ def optimizers(network: Network, heads: Heads, arguments: argparse.Namespace) ->
 
 
 def run(heads: Heads, texts: TrainingSetup, arguments: argparse.Namespace) -> float:
-    """Both stages; minutes."""
+    """Run both stages and return their total time in minutes."""
     network, state = texts.network, arguments.state
     stage = argparse.Namespace(**vars(arguments))
     stage.state, stage.num_steps = state / "heads", arguments.num_warm_steps
@@ -94,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and says what became of the model's own loss on held-out text, and of the heads."""
+    """Train, and print the model's held-out loss before and after and the heads' agreement."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     network, heads = texts.network, Heads(texts.network, arguments.num_heads)

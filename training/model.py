@@ -1,4 +1,4 @@
-"""The whole trainable model: trunk, language-model head and the MTP layer."""
+"""The complete trainable model: trunk, language-model head and MTP layer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from training.network import DecoderLayer, KeyValue, NetworkConfig, RMSNorm
 
 
 class SharedHead(nn.Module):
-    """Norm in front of the head that the MTP layer shares with the trunk."""
+    """Norm before the language-model head, which the MTP layer shares with the trunk."""
 
     def __init__(self, c: NetworkConfig) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class MtpLayer(DecoderLayer):
         self.shared_head = SharedHead(c)
 
     def mix(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """Two [B, T, D] -> [B, T, D]; the embedding comes first."""
+        """Project the normed embedding and hidden state, [B, T, D] each, to [B, T, D]."""
         return self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(hidden)], dim=-1))
 
 
@@ -45,8 +45,14 @@ class Trunk(nn.Module):
 
 @dataclass
 class TrunkOutput:
-    """hidden [B, T, D] after the final norm, logits [B, T, V], loads [layers, E] in tokens;
-    ``tapped`` [B, T, D] each is what entered some layers."""
+    """Output of the trunk.
+
+    Attributes:
+        hidden: Hidden states [B, T, D] after the final norm.
+        logits: Logits [B, T, V].
+        loads: Tokens per expert [E] of each MoE layer.
+        tapped: Inputs [B, T, D] of the layers given as ``taps``.
+    """
 
     hidden: Tensor
     logits: Tensor
@@ -55,7 +61,7 @@ class TrunkOutput:
 
 
 class Network(nn.Module):
-    """DeepSeek-V3 with one MTP layer that is unrolled over its own output."""
+    """DeepSeek-V3 with one MTP layer, which is unrolled over its own output."""
 
     angles: Tensor
 
@@ -90,7 +96,7 @@ class Network(nn.Module):
         return layer
 
     def forward(self, tokens: Tensor, taps: Sequence[int] = ()) -> TrunkOutput:
-        """Runs the trunk over token ids [B, T], and keeps what enters the layers ``taps``."""
+        """Run the trunk on token ids [B, T] and record the inputs of the layers ``taps``."""
         x = self.model.embed_tokens(tokens)
         table = self.angles[:, : tokens.shape[1]]
         loads, tapped = [], []
@@ -104,11 +110,18 @@ class Network(nn.Module):
         return TrunkOutput(hidden, self.lm_head(hidden), loads, tapped)
 
     def draft(self, tokens: Tensor, hidden: Tensor, depth: int) -> tuple[list[Tensor], Tensor]:
-        """Unrolls the MTP layer as inference does, with true tokens in place of its drafts.
+        """Unroll the MTP layer as in inference, with true tokens in place of its drafts.
 
-        tokens [B, T] and hidden [B, T, D] of the trunk give R = T - depth rows. Row i of depth
-        k takes token i + k and predicts token i + k + 1. Returns logits [B, R, V] for every
-        depth, and the summed expert load [E] in tokens.
+        There are R = T - depth rows. Row i of depth k reads token i + k and predicts token
+        i + k + 1.
+
+        Args:
+            tokens: Token ids [B, T].
+            hidden: Hidden states [B, T, D] of the trunk.
+            depth: Number of steps.
+
+        Returns:
+            Logits [B, R, V] of each depth, and the total tokens per expert [E].
         """
         rows = tokens.shape[1] - depth
         state = hidden[:, :rows]

@@ -1,4 +1,7 @@
-"""Muon for many small matrices: equal shapes are orthogonalised as one batch, in fp32."""
+"""Muon optimizer for many small matrices.
+
+Matrices of equal shape are orthogonalised as one batch, in fp32.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +14,7 @@ _STEPS = 5
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Newton-Schulz iteration on [N, rows, columns] with rows <= columns."""
+    """Orthogonalise matrices [N, rows, columns], rows <= columns, by Newton-Schulz iteration."""
     a, b, c = _COEFFICIENTS
     x = matrices / matrices.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
     for _ in range(_STEPS):
@@ -21,9 +24,9 @@ def orthogonalise(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with orthogonalised updates, scaled to the root mean square of AdamW's (0.2 lr).
+    """Momentum with orthogonalised updates, scaled to AdamW's root mean square (0.2 lr).
 
-    Takes [rows, columns] parameters, and [N, rows, columns] as N separate matrices.
+    Parameters are matrices [rows, columns], or N separate matrices as [N, rows, columns].
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Applies one update to every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for group in self.param_groups:
             batches: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
             for weight in group["params"]:

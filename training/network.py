@@ -43,7 +43,7 @@ class NetworkConfig:
 
 
 def top_mask(scores: Tensor, k: int) -> Tensor:
-    """Marks the k largest scores of the last axis; ties go to the lowest index."""
+    """Return a mask of the k largest scores of the last axis; ties go to the lowest index."""
     order = torch.arange(scores.shape[-1], device=scores.device)
     mine, other = scores.unsqueeze(-1), scores.unsqueeze(-2)
     earlier = order.unsqueeze(0) < order.unsqueeze(-1)
@@ -52,7 +52,7 @@ def top_mask(scores: Tensor, k: int) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotates [..., T, dr] in split-half layout; table [2, T, dr / 2] holds cos and sin."""
+    """Apply RoPE to [..., T, dr] in split-half layout; table [2, T, dr / 2] holds cos and sin."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = table[0], table[1]
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
@@ -74,9 +74,9 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Multi-head latent attention over whole sequences.
 
-    The latent is wider than the hidden state here, so it is never formed: its norm comes from
-    the Gram matrix of its projection, and both key-value projections are multiplied first.
-    Rope pairs are made contiguous by permuting weight rows; q.k is unchanged by that.
+    The latent is wider than the hidden state here, so it is never computed. Its norm comes from the
+    Gram matrix of its projection, and the two key-value projections are multiplied first. Weight
+    rows are permuted to make RoPE pairs contiguous, which does not change q.k.
     """
 
     rope_rows: Tensor
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         self.register_buffer("query_rows", rows, persistent=False)
 
     def project(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, D] -> q and k [B, H, T, dn + dr], v [B, H, T, dv]."""
+        """Project [B, T, D] to q and k [B, H, T, dn + dr] and v [B, H, T, dv]."""
         batch, length, _ = x.shape
         latent, rope = self.kv_a_proj_with_mqa.weight.split([self.rank, self.rope])
         key_value = (self.kv_b_proj.weight * self.kv_a_layernorm.weight) @ latent
@@ -119,7 +119,10 @@ class Attention(nn.Module):
         return q, torch.cat([k_nope, k_rope], dim=-1), v
 
     def forward(self, x: Tensor, table: Tensor, depths: list[KeyValue] | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D], causal; `depths` holds earlier MTP depths and is extended."""
+        """Attend causally: [B, T, D] -> [B, T, D].
+
+        ``depths`` has the keys and values of earlier MTP depths, to which those of ``x`` are added.
+        """
         q, k, v = self.project(x, table)
         if depths is not None:
             depths.append((k, v))
@@ -131,7 +134,10 @@ class Attention(nn.Module):
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention: [B, H, T, dv]. Long values are padded, as the flash kernel wants."""
+    """Return causal attention [B, H, T, dv].
+
+    The values of long sequences are padded to the width of the keys for the flash kernel.
+    """
     width = v.shape[-1]
     if q.shape[-2] > FLASH_LENGTH:
         v = F.pad(v, (0, k.shape[-1] - width))
@@ -139,7 +145,10 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_unrolled(q: Tensor, depths: list[KeyValue]) -> Tensor:
-    """Row i sees depth 1 of rows <= i and only its own row of the later depths: [B, H, T, dv]."""
+    """Return attention [B, H, T, dv] over unrolled MTP depths.
+
+    Row i sees depth 1 of rows up to i, and only row i of later depths.
+    """
     q = q * q.shape[-1] ** -0.5
     (first_k, first_v), later = depths[0], depths[1:]
     length = q.shape[-2]
@@ -163,7 +172,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] -> ([B, T, D], no load)."""
+        """Map [B, T, D] to [B, T, D]; the second result, the expert load, is always None."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight])
         gate, up = F.linear(x, weight).chunk(2, dim=-1)
         return self.down_proj(F.silu(gate) * up), None
@@ -192,7 +201,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(c.n_routed_experts))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T, D] -> weights [B, T, E] (0 where not chosen), load [E] in tokens."""
+        """Return weights [B, T, E], 0 for experts not chosen, and the tokens per expert [E]."""
         c = self.config
         scores = F.linear(x.float(), self.weight.float()).sigmoid()
         with torch.no_grad():
@@ -207,7 +216,7 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """All experts as one wide gated MLP; the shared expert is its last slice."""
+    """All experts computed as one wide gated MLP; the shared expert is its last slice."""
 
     def __init__(self, c: NetworkConfig) -> None:
         super().__init__()
@@ -216,7 +225,7 @@ class MoE(nn.Module):
         self.shared_experts = MLP(c.hidden_size, c.moe_intermediate_size * c.n_shared_experts)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] -> ([B, T, D], load [E] in tokens)."""
+        """Map [B, T, D] to [B, T, D]; the second result is the tokens per expert [E]."""
         routed, shared = self.experts, self.shared_experts
         weights, load = self.gate(x)
         gate = torch.cat([routed.gate_proj.flatten(0, 1), shared.gate_proj.weight])
@@ -229,7 +238,7 @@ class MoE(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward with pre-norms and residuals."""
+    """Attention and feed-forward layer with pre-norms and residuals."""
 
     def __init__(self, c: NetworkConfig, dense: bool) -> None:
         super().__init__()
@@ -241,7 +250,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, table: Tensor, depths: list[KeyValue] | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """[B, T, D] -> ([B, T, D], expert load [E] or None)."""
+        """Map [B, T, D] to [B, T, D]; the second result is tokens per expert [E], None if dense."""
         x = x + self.self_attn(self.input_layernorm(x), table, depths)
         out, load = self.mlp(self.post_attention_layernorm(x))
         return x + out, load

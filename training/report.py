@@ -1,4 +1,4 @@
-"""Evaluates the finished checkpoint, draws its loss curve and writes its model card."""
+"""Evaluates the finished checkpoint, plots its loss curve and writes its model card."""
 
 import argparse
 import json
@@ -103,13 +103,13 @@ Accepted length in greedy continuation, measured by `python -m benchmarks.accept
 
 
 def parse_history(path: Path) -> tuple[list[dict], list[dict]]:
-    """Splits a run's history.json into training records and held-out records."""
+    """Return the training records and the held-out records of a run's history.json."""
     history = json.loads(path.read_text(encoding="utf-8"))
     return [r for r in history if "loss" in r], [r for r in history if "held_out" in r]
 
 
 def plot(training: list[dict], held_out: list[dict], path: Path) -> None:
-    """Draws the losses of the trunk and of the MTP depths over the tokens seen."""
+    """Plot the losses of the trunk and of the MTP depths over the number of tokens."""
     figure, axes = plt.subplots(figsize=(7, 4))
     for label, values in (
         ("training", [r["loss"] for r in training]),
@@ -134,12 +134,15 @@ def plot(training: list[dict], held_out: list[dict], path: Path) -> None:
 
 
 def architecture_table(config: NetworkConfig) -> str:
-    """Rows of the model card's architecture table."""
+    """Return the rows of the model card's architecture table."""
     return "\n".join(f"| {name} | {value} |" for name, value in asdict(config).items())
 
 
 def num_parameters(folder: Path, config: NetworkConfig) -> tuple[int, int]:
-    """Parameters of the main model, and of the MTP layer without embedding and head."""
+    """Return the numbers of parameters of the main model and of the MTP layer.
+
+    The embedding and head of the MTP layer do not count, because they are shared.
+    """
     sizes = {name: t.numel() for name, t in load_file(folder / "model.safetensors").items()}
     mtp = f"model.layers.{config.num_hidden_layers}."
     shared = (f"{mtp}embed_tokens.weight", f"{mtp}shared_head.head.weight")
@@ -148,7 +151,7 @@ def num_parameters(folder: Path, config: NetworkConfig) -> tuple[int, int]:
 
 
 def benchmark_block(card: Path) -> str:
-    """The accepted-length block of an existing card, or an empty one."""
+    """Return the accepted-length table of an existing model card, or an empty table."""
     text = card.read_text(encoding="utf-8") if card.exists() else ""
     if _BEGIN not in text or _END not in text:
         return _BENCHMARK
@@ -156,7 +159,7 @@ def benchmark_block(card: Path) -> str:
 
 
 def model_card(arguments: argparse.Namespace, result: Evaluation, evaluated: int) -> str:
-    """Text of the checkpoint's README.md."""
+    """Return the model card, the text of the checkpoint's README.md."""
     config = NetworkConfig()
     state = torch.load(arguments.state / "state.pt", weights_only=True)
     steps, tokens, seconds = state["position"]
@@ -195,7 +198,7 @@ def model_card(arguments: argparse.Namespace, result: Evaluation, evaluated: int
 
 
 def main() -> None:
-    """Command line: python -m training.report."""
+    """Run the command line of python -m training.report."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="folder")

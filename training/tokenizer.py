@@ -16,7 +16,7 @@ MAX_LENGTH = 8192
 
 
 def train_tokenizer() -> Tokenizer:
-    """Trains the BPE vocabulary; ids 0..4 are the special tokens, in their order."""
+    """Train the BPE vocabulary; ids 0 to 4 are SPECIAL_TOKENS, in their order."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def load_or_train(folder: Path) -> Tokenizer:
-    """Reads the tokenizer of a checkpoint folder, or trains it and saves it there."""
+    """Load the tokenizer of a checkpoint folder, or train one and save it there."""
     path = folder / "tokenizer.json"
     if path.exists():
         return Tokenizer.from_file(str(path))
@@ -45,7 +45,7 @@ def load_or_train(folder: Path) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes tokenizer.json and tokenizer_config.json in Hugging Face form."""
+    """Write tokenizer.json and tokenizer_config.json in Hugging Face format."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,4 +1,4 @@
-"""Trains the tiny DeepSeek-V3 checkpoint on the CPU: python -m training.train."""
+"""Trains the tiny DeepSeek-V3 checkpoint on a CPU: python -m training.train."""
 
 import argparse
 import ctypes
@@ -30,7 +30,7 @@ BALANCE_RATE = 2e-3
 
 
 def keep_freed_memory() -> None:
-    """Stops glibc from returning large buffers to the system after every operation."""
+    """Stop glibc from returning large buffers to the system after every operation."""
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):
@@ -42,7 +42,7 @@ def keep_freed_memory() -> None:
 
 
 def token_stream(tokenizer: Tokenizer) -> Tensor:
-    """All training documents in one line [N]: BOS + file + EOS."""
+    """Return all training documents, BOS + file + EOS each, concatenated to [N] token ids."""
     stream: list[int] = []
     for path in corpus.train_files():
         ids = corpus.encode(tokenizer, corpus.read_text(path))
@@ -51,7 +51,7 @@ def token_stream(tokenizer: Tokenizer) -> Tensor:
 
 
 def sample(stream: Tensor, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Random windows [batch, length + 1]; some of them start with BOS."""
+    """Return random windows [batch, length + 1]; a share of BOS_SHARE starts with BOS."""
     starts = torch.randint(len(stream) - length - 1, (batch, 1), generator=generator)
     windows = stream[starts + torch.arange(length + 1)]
     windows[torch.rand(batch, generator=generator) < BOS_SHARE, 0] = corpus.BOS_ID
@@ -59,9 +59,9 @@ def sample(stream: Tensor, batch: int, length: int, generator: torch.Generator) 
 
 
 def losses(network: Network, windows: Tensor, drafted: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Losses in nats per token of the trunk and of every MTP depth, and expert loads.
+    """Return the losses of the trunk and of each MTP depth in nats per token, and expert loads.
 
-    The first `drafted` windows train the MTP layer. Its target mixes the next tokens with the
+    The first ``drafted`` windows train the MTP layer. Its target mixes the next tokens with the
     trunk's own distribution, because a draft is accepted if it equals the trunk's choice.
     """
     tokens, targets = windows[:, :-1], windows[:, 1:]
@@ -80,7 +80,7 @@ def losses(network: Network, windows: Tensor, drafted: int) -> tuple[Tensor, Ten
 
 
 class Trainer:
-    """Network, optimisers and the position in the schedule."""
+    """A training run: network, optimizers and the position in the schedule."""
 
     def __init__(self, arguments: argparse.Namespace, tokenizer: Tokenizer) -> None:
         self.arguments, self.tokenizer = arguments, tokenizer
@@ -114,12 +114,12 @@ class Trainer:
         return optimizers
 
     def progress(self) -> float:
-        """Share of the schedule that is done, by tokens or by time."""
+        """Return the completed share of the schedule, by tokens or by time, if that is more."""
         by_time = self.seconds / 60 / self.arguments.max_minutes
         return max(self.tokens / self.arguments.total_tokens, by_time)
 
     def train_step(self) -> dict:
-        """One update; returns its losses."""
+        """Update the network once; return the losses and the gradient norm."""
         started = time.monotonic()
         done = self.progress()
         rate = min(1.0, (self.step + 1) / WARMUP_STEPS, (1 - done) / (1 - DECAY_START))
@@ -142,14 +142,17 @@ class Trainer:
 
     @torch.no_grad()
     def _balance(self, loads: Tensor, rate: float) -> None:
-        """Auxiliary-loss-free balance: raises the bias of experts below the mean load."""
+        """Balance expert loads without an auxiliary loss, by the routing biases.
+
+        The bias of experts below the mean load is raised, and of those above it lowered.
+        """
         biases = [b for n, b in self.network.named_buffers() if n.endswith("correction_bias")]
         moves = torch.sign(loads.mean(-1, keepdim=True) - loads)
         for bias, move in zip(biases, moves, strict=True):
             bias.add_(move, alpha=BALANCE_RATE * max(rate, 0.0))
 
     def report(self) -> None:
-        """Evaluates, exports the checkpoint and saves the state to resume from."""
+        """Evaluate the network, export the checkpoint and save the state to resume from."""
         result = evaluate(self.network, self.held_out)
         self.history.append({"tokens": self.tokens, "held_out": asdict(result)})
         tqdm.write(f"step {self.step} tokens {self.tokens} {result}")
@@ -157,7 +160,7 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Writes state.pt and history.json to the state folder."""
+        """Write state.pt and history.json to the state folder."""
         folder = self.arguments.state
         folder.mkdir(parents=True, exist_ok=True)
         state = {
@@ -172,7 +175,7 @@ class Trainer:
         (folder / "history.json").write_text(json.dumps(self.history), encoding="utf-8")
 
     def resume(self) -> None:
-        """Continues from the state folder, if it holds a state."""
+        """Resume from the state folder, if it has a state."""
         path = self.arguments.state / "state.pt"
         if not path.exists():
             return
@@ -185,7 +188,7 @@ class Trainer:
         self.history = state["history"]
 
     def run(self) -> None:
-        """Trains to the end of the schedule."""
+        """Train to the end of the schedule."""
         exported = time.monotonic()
         with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}{elapsed}{postfix}") as bar:
             while self.progress() < 1:
@@ -202,7 +205,7 @@ class Trainer:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line of the training run."""
+    """Parse the command line of the training run."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--output", type=Path, default=Path(__file__).parent / "tiny-v3", help="checkpoint folder")
@@ -221,7 +224,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs the training described on the command line."""
+    """Run the training that the command line describes."""
     arguments = parse_arguments()
     keep_freed_memory()
     torch.set_num_threads(arguments.threads)

@@ -1,5 +1,5 @@
 """Tunes the MTP layer of a finished checkpoint on the main model's own continuations:
-python -m training.tune_drafts. The main model stays as it is, bit for bit."""
+python -m training.tune_drafts. The main model's weights are not changed."""
 
 import argparse
 from functools import partial
@@ -20,7 +20,7 @@ from training.tuning import (  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Command line of the tuning run."""
+    """Parse the command line of the tuning run."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_schedule(parser, "mtp", num_steps=210)
     add_rates(parser, muon=3e-3, adam=1e-3)
@@ -28,7 +28,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Runs the tuning described on the command line."""
+    """Run the tuning that the command line describes."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     network = texts.network

@@ -1,7 +1,8 @@
-"""Trains what drafts for a finished checkpoint, which stays as it is, bit for bit.
+"""Training of drafters for a finished checkpoint, whose weights are not changed.
 
-Speculative decoding drafts for text that the main model writes itself, so every second step trains
-on its greedy continuations of training files. A run saves its state and goes on where it was.
+In speculative decoding, drafts continue text of the main model. Every second step therefore trains
+on the main model's greedy continuations of training files. A run saves its state and resumes from
+it.
 """
 
 import argparse
@@ -38,8 +39,13 @@ CACHE = Path.home() / ".cache" / "tandem" / "training"
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The frozen main model, and texts to train on: training files in one line, and continuations
-    [N, LENGTH + 1] by the model itself. ``digest`` is that of its weights."""
+    """The frozen main model and the texts to train on.
+
+    Attributes:
+        stream: Token ids of all training files, concatenated.
+        continuations: Texts [N, LENGTH + 1] that the main model has continued.
+        digest: Digest of the main model's weights.
+    """
 
     network: Network
     tokenizer: Tokenizer
@@ -49,7 +55,7 @@ class TrainingSetup:
 
 
 def load_setup(arguments: argparse.Namespace) -> TrainingSetup:
-    """What ``add_schedule`` asks for."""
+    """Load the main model and texts that the options of ``add_schedule`` select."""
     keep_freed_memory()
     torch.set_num_threads(arguments.threads)
     folder = arguments.checkpoint
@@ -62,13 +68,15 @@ def load_setup(arguments: argparse.Namespace) -> TrainingSetup:
 
 
 def digest_of(folder: Path) -> str:
-    """Of the weights there."""
+    """Return the digest of a checkpoint's weights: 16 hexadecimal digits."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int) -> Tensor:
-    """Greedy continuations [num, LENGTH + 1] of training text by the main model, written by our own
-    engines; once, and then kept."""
+    """Return greedy continuations [num, LENGTH + 1] of training text by the main model.
+
+    Tandem's engines generate them once; later calls read them from CACHE.
+    """
     kept = CACHE / f"continuations-{digest_of(folder)}-{num}-{seed}.pt"
     if kept.is_file():
         return torch.load(kept, weights_only=True)
@@ -88,15 +96,20 @@ def continuations(folder: Path, stream: Tensor, num: int, batch: int, seed: int)
         texts += [
             [*one.prompt_ids, *tokens] for one, (tokens, _) in zip(options, answers, strict=True)
         ]
-    torch.set_num_threads(num_threads)  # which engines with kernels of their own leave one
+    torch.set_num_threads(num_threads)  # engines with native kernels set it to 1
     CACHE.mkdir(parents=True, exist_ok=True)
     torch.save(torch.tensor(texts), kept)
     return torch.tensor(texts)
 
 
 def draft_loss(logits: Tensor, teacher: Tensor, best: Tensor) -> Tensor:
-    """Mean over all places of the cross-entropy to the main model's distribution and choice
-    [.., 1] at the same places."""
+    """Return the cross-entropy of drafts to the main model, averaged over all positions.
+
+    Args:
+        logits: Logits [.., V] of drafts.
+        teacher: The main model's distribution [.., V], with weight SOFT_SHARE in the target.
+        best: The main model's most likely token [.., 1], with the remaining weight.
+    """
     choice = logits.gather(-1, best).squeeze(-1)
     goal = SOFT_SHARE * (teacher * logits).sum(-1) + (1 - SOFT_SHARE) * choice
     return (logits.logsumexp(-1) - goal).mean()
@@ -105,8 +118,14 @@ def draft_loss(logits: Tensor, teacher: Tensor, best: Tensor) -> Tensor:
 def chain_losses(
     network: Network, drafts: Callable[[Tensor, Tensor], list[Tensor]], windows: Tensor
 ) -> Tensor:
-    """Of every draft of ``drafts(tokens, hidden)``, logits [B, R, V] whose row i of draft k is for
-    place i + k; in nats per token, against the frozen main model."""
+    """Return the loss of each draft in nats per token, against the frozen main model.
+
+    Args:
+        network: The main model.
+        drafts: Function of tokens and hidden states. It returns logits [B, R, V] of each draft;
+            row i of draft k is for position i + k.
+        windows: Token ids [B, T + 1].
+    """
     tokens = windows[:, :-1]
     with torch.no_grad():
         out = network(tokens)
@@ -122,8 +141,10 @@ NO_MATRIX = "mlp.gate.weight", "lm_head.weight", "embed_tokens.weight"
 
 
 def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list:
-    """Of all parameters that are to be trained: Muon for matrices, AdamW for norms, biases, gates,
-    embeddings and heads."""
+    """Create optimizers for all parameters that require gradients.
+
+    Muon updates matrices. AdamW updates norms, biases, gates, embeddings and heads.
+    """
     matrices: list[Tensor] = []
     others: list[Tensor] = []
     for name, weight in trained.named_parameters():
@@ -135,8 +156,20 @@ def draft_optimizers(trained: nn.Module, muon_lr: float, adam_lr: float) -> list
 
 
 class TrainingRun:
-    """A run of ``num_steps``, by the ``losses`` of windows [B, T + 1]; its ``history`` has a record
-    per ten steps."""
+    """A resumable training run.
+
+    Args:
+        trained: Module whose parameters are saved.
+        losses: Function that returns the losses of windows [B, T + 1]; their mean is minimised.
+        optimizers: Optimizers of the trained parameters.
+        texts: Texts to train on.
+        arguments: Options of ``add_schedule``, which must be the same when the run is resumed.
+
+    Attributes:
+        num_done: Number of completed steps.
+        seconds: Time spent in steps.
+        history: One record per ten steps.
+    """
 
     def __init__(
         self,
@@ -158,11 +191,11 @@ class TrainingRun:
 
     @property
     def _groups(self) -> list[dict]:
-        """Loading a state makes new ones."""
+        """Parameter groups of all optimizers. Loading a state replaces them."""
         return [group for one in self._optimizers for group in one.param_groups]
 
     def run(self) -> "TrainingRun":
-        """To its end, from where it was."""
+        """Run to the end, from the saved state if there is one."""
         if self._file.is_file():
             self._resume()
         with tqdm(total=self._num_steps, initial=self.num_done, unit="step") as bar:
@@ -228,7 +261,10 @@ class TrainingRun:
 
 
 def write_report(run: TrainingRun, folder: Path, **more: object) -> None:
-    """How the weights in ``folder`` came to be: training.json, and training.png, their losses."""
+    """Write training.json and training.png (losses), which describe the run, to ``folder``.
+
+    ``more`` is added to training.json.
+    """
     from matplotlib.figure import Figure
 
     report = {"minutes": round(run.seconds / 60, 1), "steps": run.num_done, **more}
@@ -238,7 +274,7 @@ def write_report(run: TrainingRun, folder: Path, **more: object) -> None:
     (folder / "training.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     figure = Figure(figsize=(6, 3.5), layout="constrained")
     axes = figure.subplots()
-    # Own text and corpus take turns, and so do records; some have fewer steps than others.
+    # The mean of 8 records smooths the losses. Records with fewer losses than others are padded.
     records = [torch.tensor(record["drafts"]) for record in run.history]
     losses = pad_sequence(records, batch_first=True, padding_value=torch.nan)
     for i, values in enumerate(losses.unfold(0, 8, 1).mean(-1).T.tolist(), 1):
@@ -249,14 +285,17 @@ def write_report(run: TrainingRun, folder: Path, **more: object) -> None:
 
 
 def add_rates(parser: argparse.ArgumentParser, muon: float, adam: float) -> None:
-    """Options of ``draft_optimizers``."""
+    """Add the options of ``draft_optimizers`` to a command line, with these defaults."""
     parser.add_argument("--muon-lr", type=float, default=muon, help="peak rate of the matrices")
     text = "peak rate of norms, biases, gates, embeddings and heads"
     parser.add_argument("--adam-lr", type=float, default=adam, help=text)
 
 
 def add_schedule(parser: argparse.ArgumentParser, name: str, num_steps: int) -> None:
-    """Options of any run."""
+    """Add the options of a TrainingRun to a command line.
+
+    ``name`` is the default folder of the state within CACHE.
+    """
     add = parser.add_argument
     add("--checkpoint", type=Path, default=Path(__file__).parent / "tiny-v3", help="main model")
     add("--state", type=Path, default=CACHE / name, help="folder to go on from, outside git")

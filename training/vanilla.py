@@ -1,8 +1,9 @@
-"""MTP Vanilla (DeepSeek-V3, arXiv 2412.19437, 2.2): python -m training.vanilla trains a module for
-each draft, from the MTP layer of a finished checkpoint, which stays as it is.
+"""Trains one MTP module per draft, as in DeepSeek-V3: python -m training.vanilla.
 
-Module k is fed with what module k - 1 made of the same row and with the token k places behind it.
-The folder that is written is a checkpoint: the main model's files are linked, not copied.
+The modules (arXiv 2412.19437, section 2.2) are initialised with the MTP layer of a finished
+checkpoint, which is not changed. Module k reads the output of module k - 1 for the same row and the
+token k positions after the row's. The output folder is a checkpoint; the main model's files are
+linked, not copied.
 """
 
 import argparse
@@ -36,7 +37,7 @@ MAIN, MODULES = "main.safetensors", "modules.safetensors"
 
 
 class Modules(nn.Module):
-    """Begun as copies of the network's MTP layer."""
+    """A chain of MTP modules, initialised as copies of the network's MTP layer."""
 
     def __init__(self, network: Network, num: int) -> None:
         super().__init__()
@@ -44,8 +45,10 @@ class Modules(nn.Module):
         self.layers.requires_grad_(True)
 
     def forward(self, network: Network, tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-        """Logits [B, R, V] of every module, R = T - K: row i of module k takes token i + k and
-        predicts token i + k + 1."""
+        """Return logits [B, R, V] of each of K modules, for R = T - K rows.
+
+        Row i of module k reads token i + k and predicts token i + k + 1.
+        """
         rows = tokens.shape[1] - len(self.layers)
         state, logits = hidden[:, :rows], []
         for k, layer in enumerate(self.layers, 1):
@@ -62,7 +65,7 @@ def chain_drafts(network: Network, modules: Modules) -> Callable[[Tensor, Tensor
 
 
 def agreement(network: Network, modules: Modules, windows: Tensor) -> tuple[list[float], float]:
-    """See training.evaluate: followed."""
+    """Return the agreement of drafts with the main model, see evaluate.measure_drafts."""
 
     def predict(tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         out = network(tokens)
@@ -73,7 +76,7 @@ def agreement(network: Network, modules: Modules, windows: Tensor) -> tuple[list
 
 
 def save(modules: Modules, base: Path, folder: Path) -> None:
-    """A checkpoint with these modules for the MTP layers of ``base``."""
+    """Write a checkpoint with these modules in place of the MTP layers of ``base``."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.loads((base / "config.json").read_text(encoding="utf-8"))
     first, num = settings["num_hidden_layers"], len(modules.layers)
@@ -105,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains, and says how often each module is right on held-out text before and after."""
+    """Train the modules and print how often each is right on held-out text before and after."""
     arguments = parse_arguments()
     texts = load_setup(arguments)
     modules = Modules(texts.network, arguments.num_modules)
