@@ -16,8 +16,8 @@ DeviceEvent = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
 """Function ``copy(layers, slots_T, rows_LTW, is_gather)`` that copies entries of all layers.
 
-It copies the entries at ``slots_T`` of the ``layers`` ([num_slots, W] each) to ``rows_LTW`` if
-``is_gather``, else back. Layers and rows have the same integer type.
+If ``is_gather``, it copies the entries at ``slots_T`` of the ``layers`` ([num_slots, W] each) to
+``rows_LTW``, otherwise back to the layers. Layers and rows have the same integer type.
 """
 
 

@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 5.0
 """Maximum seconds that ``TransferEndpoint.close`` waits for background calls to peers.
 
-Peers that miss them learn of the end by expired leases and idle channels. The time must be below
-``control.stop_timeout_s`` (default 10 s), after which a stopping rank is killed.
+Peers that miss them detect the end by expired leases and idle channels. The time is below the
+default of ``control.stop_timeout_s`` (10 s), after which a stopping rank is killed.
 """
 
 

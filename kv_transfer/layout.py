@@ -38,7 +38,7 @@ class Layout:
         model: Digest of the checkpoint that computes the entries.
         num_features: Number of feature values that are handed over with the KV (Seal.features).
         protocol: Version of the hand-over messages.
-        computed_by: Identity of the drafter that computes entries, "" if it has no own weights.
+        computed_by: Identity of the drafter that computes entries, "" without separate weights.
     """
 
     groups: tuple[Group, ...]

@@ -58,8 +58,8 @@ class PeerLink:
     async def ensure_channel(self) -> tuple[ManagedChannel, Channel]:
         """Return the usable, warmed-up channel and its manager; build one if there is none.
 
-        A caller to which the channel fails must drop the manager. That closes the prefill rank's
-        end, which is what ends a blocked receive.
+        If the channel fails, the caller must drop the manager. That closes the prefill rank's end,
+        which ends a blocked receive.
 
         Raises:
             LayoutMismatch: The prefill rank does not cache what this rank needs.
@@ -109,8 +109,8 @@ class PeerLink:
     async def transfer_chunk(self, identity: Identity, span: Span, buffer: Buffer) -> SendReply:
         """Receive one chunk of the prefill rank's pages into ``buffer``.
 
-        Must run to its end. On an error the buffer returns to the pool
-        once nothing can write to it any more. Errors other than the two below end the channel.
+        Must run to its end. On an error the buffer returns to the pool once nothing can write to
+        it any more. Errors other than the two below end the channel.
 
         Raises:
             SequenceEnded: The prefill rank no longer offers the sequence.

@@ -141,12 +141,12 @@ class Source:
 
         Raises:
             SequenceEnded: The sequence is not offered, or not any more.
-            StalePages: A page changed hands before it was read.
+            StalePages: A page changed hands before or while it was read.
             HandoverError: The channel, the range of tokens or the number of the chunk is invalid.
         """
         channel = await self._channels.get(message.nonce)
-        # Requests may overtake each other, but not more than the deque remembers. The decode rank
-        # receives a chunk once, so a repeated request must not be sent.
+        # Requests may overtake at most as many others as the deque remembers. The decode rank
+        # receives each chunk once, so a repeated request must not send it again.
         if (
             message.number in channel.requested_chunks
             or message.number < channel.requested_chunks[0]

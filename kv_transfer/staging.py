@@ -22,9 +22,9 @@ class Buffer:
 class StagingPool:
     """A pool of ``total_bytes // chunk_bytes`` buffers, reserved first come, first served.
 
-    The buffer freed last is reused first, so that CPU memory of buffers that are never needed is
-    never touched. Owned by one asyncio loop. Channels end a quarantine from other threads, through
-    that loop.
+    The buffer freed last is reused first, so that the system never has to back CPU memory of
+    buffers that are not needed. Owned by one asyncio loop. Channels end a quarantine from other
+    threads, through that loop.
     """
 
     def __init__(self, total_bytes: int, chunk_bytes: int, pin: bool = False, device: str = "cpu"):
