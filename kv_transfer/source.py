@@ -145,8 +145,8 @@ class Source:
             HandoverError: The channel, the range of tokens or the number of the chunk is invalid.
         """
         channel = await self._channels.get(message.nonce)
-        # Requests may overtake at most as many others as the deque remembers. The decode rank
-        # receives each chunk once, so a repeated request must not send it again.
+        # Requests may overtake each other within the length of the deque. The decode rank receives
+        # each chunk once, so a repeated request must not send it again.
         if (
             message.number in channel.requested_chunks
             or message.number < channel.requested_chunks[0]
