@@ -1,4 +1,4 @@
-"""What a Tandem cluster can be told: one frozen tree, read from YAML and ``--set a.b=c``."""
+"""Configuration of a Tandem cluster: one frozen tree, read from YAML and ``--set a.b=c``."""
 
 import re
 from collections.abc import Iterator
@@ -27,8 +27,10 @@ Label = Annotated[str, Field(pattern=r"^[a-zA-Z0-9]([a-zA-Z0-9_.-]{0,61}[a-zA-Z0
 
 
 class Section(BaseModel):
-    """A part of the tree: unknown keys and loosely typed values are errors. The docstring of a key
-    is what users are told of it."""
+    """Base class of all sections. Unknown keys and values of the wrong type are errors.
+
+    The docstring of each key is its help text (``tandem serve --list-keys``).
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
@@ -37,17 +39,18 @@ class Section(BaseModel):
 
 class CheckpointConfig(Section):
     path: Path = Field(default=TINY_MODEL, strict=False)
-    """folder of the Hugging Face checkpoint"""
+    """folder of the Hugging Face checkpoint; default: the tiny model shipped with Tandem"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of weights and cache; auto is the checkpoint's own; float16 is read as bfloat16"""
+    """dtype of weights and KV cache; auto: float32 for float32 checkpoints, otherwise bfloat16"""
     kernels: Literal["auto", "native", "triton", "vendor", "torch"] = "auto"
-    """native: C++ for CPUs; triton: for GPUs; vendor: that and FlashMLA; torch: on any device"""
+    """kernels: native (C++, CPU), triton or vendor (adds FlashMLA) on GPU, torch; auto: by device
+    """
     max_model_len: int | None = Field(default=None, ge=2)
-    """most tokens of prompt and answer; null is the checkpoint's own"""
+    """maximum number of prompt and output tokens together; null: the checkpoint's own maximum"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
-    """tokens that begin and end thinking, where acceptance may be relaxed"""
+    """tokens that start and end the thinking phase, in which relaxed acceptance applies"""
     ignore_config_keys: tuple[str, ...] = Field(default=(), strict=False)
-    """keys of config.json that Tandem does not know, and that change nothing in the model"""
+    """keys of config.json unknown to Tandem that do not change the model; others are refused"""
 
     @field_validator("think_tokens", mode="before")
     @classmethod
@@ -65,136 +68,145 @@ class CheckpointConfig(Section):
 
 class SpeculationConfig(Section):
     max_depth: int = Field(default=3, ge=0, le=8)
-    """most drafts per step, one behind the other; 0 turns drafting off"""
+    """maximum depth of drafts per step (length of a chain, depth of a tree); 0: no drafting"""
     handover_hidden: bool = True
-    """whether the hand-over carries the hidden state that the first draft needs"""
+    """whether prefill hands over the hidden state that the first draft needs"""
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
-    """drafts of a step: as many as pay at this load, or always num_tokens"""
+    """drafts per step; adaptive: the number that pays off at the current load; fixed: the maximum
+    """
     profile_at_startup: bool = True
-    """time steps of every size and length while idle after the start, for adaptive to know costs"""
+    """whether idle ranks time steps of all sizes after startup, for draft_length=adaptive"""
     drafter: str = "auto"
-    """mtp, eagle, eagle3, draft_model, medusa, self, ngram, ngram+X, none, auto, or module:Class"""
+    """drafting method, mtp to ngram+X, or a module:Class; auto: mtp if the checkpoint has it, or
+    none"""
     draft_model_path: Path | None = Field(default=None, strict=False)
-    """of medusa, eagle and eagle3: the folder of the heads; of draft_model: its checkpoint"""
+    """folder of the heads (medusa, eagle, eagle3) or of the checkpoint (draft_model); null: none"""
     max_tree_nodes: int | None = Field(default=None, ge=1, le=MAX_NODES)
-    """most drafts per step where they are a tree, num_tokens deep at most; null drafts chains"""
+    """maximum number of drafts per step in a draft tree; null: chains instead of trees"""
     top_k: int = Field(default=4, ge=1, le=MAX_NODES)
-    """of trees but medusa's: nodes of a depth that are drafted on from, and tokens after each"""
+    """branching factor of draft trees (not medusa): nodes expanded per depth, candidates per node
+    """
     medusa_choices: Path | None = Field(default=None, strict=False)
-    """of trees of medusa: a JSON list of paths; null is choices.json in that folder"""
+    """JSON file with the tree paths of medusa; null: choices.json in draft_model_path"""
     draft_budget_pages: int = Field(default=8, ge=3)
-    """of self: pages of the cache that drafts read, the first one and the newest"""
+    """KV cache pages that drafter self reads: the first page and the most recent ones"""
     drafter_timeout_s: float = Field(default=0.02, gt=0, le=60)
-    """of a class of one's own: how long a step waits for its drafts"""
+    """seconds that a step waits for the drafts of a user-defined drafter (module:Class)"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
-    """of ngram: most tokens at the end of the text that are looked for in it"""
+    """maximum length, in tokens, of the suffix that ngram searches for in the text"""
     is_public_pool: bool = False
-    """of ngram: what a text lacks is looked for in all texts of the rank; tells others by timing"""
+    """whether ngram also searches the rank's other texts; response times then reveal their content
+    """
     is_keep_all: bool = True
-    """of ngram: every place where they stand counts, not the first alone"""
+    """whether ngram considers all earlier matches; false: only the oldest"""
     is_use_oldest: bool = False
-    """of ngram: the first of these places is taken, not the latest"""
+    """whether ngram drafts from the oldest match; false: from the most recent"""
 
 
 class RankConfig(Section):
-    """What both kinds of nodes have."""
+    """Keys that prefill and decode nodes have in common."""
 
     replicas: Count = 1
-    """number of nodes of this kind"""
+    """number of nodes (gangs) of this kind"""
     dp_size: Count = 1
-    """ranks per node: requests are spread over them, and so are the experts"""
+    """data-parallel size: ranks per node, which share its requests and its experts"""
     num_redundant_experts: int = Field(default=0, ge=0)
-    """copies of busy experts beside the experts themselves, over all ranks of a node"""
+    """number of redundant expert replicas per MoE layer, over all ranks of a node"""
     dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
-    """how tokens reach experts of other ranks; auto is all_to_all for prefill, else all_gather"""
+    """how tokens reach experts on other ranks; auto: all_to_all for prefill, all_gather for decode
+    """
     device: Literal["cpu", "cuda"] = "cpu"
-    """where these ranks run"""
+    """device that the ranks run on"""
     num_threads: Count = 1
     """CPU threads per rank"""
     node_group: Label | None = None
-    """machines for these ranks: Ray's label ray.io/node-group, KubeRay's worker group; null: any"""
+    """value of the Ray label ray.io/node-group (KubeRay's worker group) of the machines; null: any
+    """
 
 
 class PrefillConfig(RankConfig):
     max_num_batched_tokens: Count = 2048
-    """most prompt tokens in one prefill step"""
+    """maximum number of prompt tokens per prefill step"""
 
 
 class DecodeConfig(RankConfig):
     max_num_seqs: Count = 16
-    """most sequences in one decode step of a rank"""
+    """maximum number of sequences per decode step of a rank"""
     overlap: Literal["auto"] | bool = "auto"
-    """read the results of a step while the device runs the next; auto: except on cpu"""
+    """whether a step's results are read while the device runs the next step; auto: except on cpu"""
     batch_sizes: tuple[Count, ...] | None = Field(default=None, strict=False)
-    """batch sizes that a decode step is padded to; null suits the device"""
+    """batch sizes that decode steps are padded to; null: all on cpu, about powers of two on cuda"""
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of all decode ranks together."""
+        """Total number of rows of all decode ranks."""
         return self.replicas * self.dp_size * self.max_num_seqs
 
 
 class KvConfig(Section):
     page_size: int = Field(default=64, ge=1, le=4096)
-    """tokens per page"""
+    """tokens per KV cache page"""
     num_pages: int | None = Field(default=None, ge=2)
-    """pages per rank, the dummy page included; null is what rows need, or fits on a GPU"""
+    """pages per rank, including the dummy page; null: enough for all rows (cpu), all free memory
+    (cuda)"""
 
 
 class KvTransferConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto is nccl between GPUs, gloo otherwise"""
+    """transport of the KV hand-over; auto: nccl between GPUs, otherwise gloo"""
     lease_s: float = Field(default=30.0, gt=0, le=3600)
-    """how long offered KV stays without renewal"""
+    """seconds that offered KV pages, and a gateway's sessions, stay valid without renewal"""
     staging_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """staging memory per rank, of which a transfer takes 16 MB at most; bounds what is in flight"""
+    """bytes of staging memory per rank, which bound the data in flight; chunks have at most 16 MiB
+    """
     host: str = Field(default=AUTO, min_length=1)
-    """address that nodes listen on; auto is that by which Ray knows the machine"""
+    """address that ranks listen on; auto: the address by which Ray knows the machine"""
     checksums: bool = False
-    """find flipped bits: decode compares sums of its pages with prefill's before it begins"""
+    """whether decode ranks verify checksums of received pages, which detects flipped bits"""
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one transfer: at least four of them fit in staging."""
+        """Size of a transfer chunk in bytes: at least four chunks fit into staging."""
         return min(_MAX_CHUNK_BYTES, self.staging_bytes // 4)
 
 
 class ControlConfig(Section):
     max_consecutive_failures: Count = 3
-    """serve gives up waiting for a gang that died this often in a row; the gang is tried again"""
+    """consecutive failures of a gang after which serve gives up; restarts of the gang continue"""
     failure_reset_s: float = Field(default=60.0, ge=0, le=86400)
-    """a gang that served this long begins a new row"""
+    """seconds of serving after which a gang's consecutive failures are counted from 0 again"""
     startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
-    """a rank that starts and neither answers nor gets on for this long is begun anew"""
+    """seconds without an answer or progress after which a starting rank is restarted"""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """a rank that does not answer or step for this long, and 10 times its longest step, is lost"""
+    """seconds without an answer or a finished step (minimum: 10 recent steps) until a rank is lost
+    """
     stop_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """how long ranks may take to stop by themselves"""
+    """seconds that ranks may take to stop by themselves before they are killed"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
-    """how long answers may end in a gang that makes way, before they go on elsewhere"""
+    """seconds that a draining gang may take to finish its answers before they migrate"""
 
 
 class ServerConfig(Section):
     address: str = "127.0.0.1:50051"
-    """HOST:PORT of the gRPC server; port 0 takes any free one"""
+    """HOST:PORT of the gRPC server; port 0: any free port"""
     http_address: str | None = None
-    """HOST:PORT of /livez, /readyz and /metrics over HTTP; null opens none"""
+    """HOST:PORT of /livez, /readyz and /metrics over HTTP; null: no HTTP server"""
     max_queued: Count = 256
-    """requests waiting before new ones are refused"""
+    """maximum number of waiting requests; further ones are refused"""
     recovery_timeout_s: float = Field(default=60.0, ge=0, le=3600)
-    """how long begun answers wait for a node when none is left"""
+    """seconds that started answers wait for a rank when none is left"""
     write_timeout_s: float = Field(default=30.0, gt=0, le=3600)
-    """how long a client may leave an answer unread before its stream is ended"""
+    """seconds that a client may leave output unread before its stream is ended"""
     lame_duck_s: float = Field(default=0.0, ge=0, le=3600)
-    """how long at shutdown health says that requests belong elsewhere before they are refused"""
+    """seconds at shutdown of reporting NOT_SERVING before new requests are refused; 0: none"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
-    """how long running streams may finish at shutdown, and on a connection that is too old"""
+    """seconds that open streams may take to finish at shutdown or on an expired connection"""
     max_connection_age_s: float | None = Field(default=None, gt=0, le=86400)
-    """after which a client is to connect anew, maybe to another gateway; null is never"""
+    """seconds after which clients must reconnect, possibly to another gateway; null: never"""
 
     @property
     def end_s(self) -> float:
-        """In which a signal ends the server, whatever it waits for."""
+        """Maximum seconds from a signal to the end of the server process."""
         return self.lame_duck_s + self.drain_timeout_s + 5.0
 
     @field_validator("address", "http_address")
@@ -210,10 +222,13 @@ class ServerConfig(Section):
 
 
 class TandemConfig(Section):
-    """The whole tree. ``load`` gives better errors than calling this."""
+    """The whole configuration tree.
+
+    Use ``load`` instead of the constructor: its errors name the wrong keys and the remedy.
+    """
 
     mode: Literal["disaggregated", "colocated"] = "disaggregated"
-    """prefill and decode on different nodes, or both in one rank"""
+    """placement of prefill and decode: on separate nodes, or both in each rank"""
     model: CheckpointConfig = CheckpointConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prefill: PrefillConfig = PrefillConfig()
@@ -225,17 +240,17 @@ class TandemConfig(Section):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of its nodes, in the order in which they are begun."""
+        """Kinds of nodes in this mode, in the order in which they are started."""
         return (COLOCATED,) if self.mode == "colocated" else (PREFILL, DECODE)
 
     @property
     def num_threads(self) -> int:
-        """Of all ranks together."""
+        """Total CPU threads of all ranks."""
         nodes = map(self.of_kind, self.kinds)
         return sum(node.replicas * node.dp_size * node.num_threads for node in nodes)
 
     def of_kind(self, kind: str) -> RankConfig:
-        """The section of a rank of this kind; colocated ranks follow the decode section."""
+        """Return the section of ranks of ``kind``; colocated ranks use the decode section."""
         return self.prefill if kind == PREFILL else self.decode
 
     @model_validator(mode="after")
@@ -265,8 +280,8 @@ class TandemConfig(Section):
 def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfig:
     """Read the YAML file ``path`` (None: defaults), then apply ``a.b=c`` overrides in order.
 
-    Values are parsed as YAML. Raises ``ValueError`` naming each wrong key or value and what
-    would be right.
+    Override values are parsed as YAML. Raises ValueError naming each wrong key or value and the
+    remedy.
     """
     tree = {} if path is None else read_yaml(path)
     for item in sets or []:
@@ -275,7 +290,10 @@ def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfi
 
 
 def validate_config(tree: Any) -> TandemConfig:
-    """Raises ``ValueError`` naming each wrong key or value and what would be right."""
+    """Build the configuration from a plain tree.
+
+    Raises ValueError naming each wrong key or value and the remedy.
+    """
     try:
         return TandemConfig.model_validate(tree)
     except ValidationError as error:
@@ -284,7 +302,7 @@ def validate_config(tree: Any) -> TandemConfig:
 
 
 def iter_keys() -> Iterator[tuple[str, FieldInfo]]:
-    """Every key that takes a value, dotted, in the order of the tree."""
+    """Yield the dotted name and the field of every key, in the order of the tree."""
     for name, field in TandemConfig.model_fields.items():
         section = field.annotation
         if isinstance(section, type) and issubclass(section, Section):
@@ -295,7 +313,7 @@ def iter_keys() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def describe_keys() -> str:
-    """One line per key: its name, default, type and meaning."""
+    """Return one line per key: its name, default, type and help text."""
     rows = [
         (name, f"{format_value(field.default)} ({format_type(field.annotation)})", field)
         for name, field in iter_keys()

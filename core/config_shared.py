@@ -1,4 +1,4 @@
-"""One config among processes: what another one sends, and where two are not the same."""
+"""Configuration shared between processes: parsing, digest and differences."""
 
 import hashlib
 import json
@@ -8,7 +8,10 @@ from tandem.core.config import TandemConfig, iter_keys, validate_config
 
 
 def parse_shared_config(config_json: str) -> TandemConfig:
-    """What another process of ours has found right. Raises ``ValueError`` if that is another's."""
+    """Parse a config that another Tandem process has already validated.
+
+    Raises ValueError if that process runs another release of Tandem.
+    """
     try:
         return validate_config(json.loads(config_json))
     except ValueError as error:
@@ -25,7 +28,7 @@ def shared_digest(config: TandemConfig) -> str:
 
 
 def config_differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
-    """Each key that gateways of one cluster share but that is not the same, with both values."""
+    """Describe each shared key whose values differ, with both values."""
     told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in _shared_keys())
     return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
 

@@ -1,5 +1,4 @@
-"""Reading YAML and ``--set`` into a plain tree, saying what is wrong with one, and how types and
-defaults of keys are shown: as one would write them."""
+"""Reading of YAML and ``--set`` overrides, error texts, and display of types and defaults."""
 
 import difflib
 import json
@@ -13,7 +12,7 @@ from pydantic import ValidationError
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key given twice instead of keeping the last one."""
+    """SafeLoader that refuses duplicate keys instead of keeping the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
@@ -27,9 +26,9 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file is an empty mapping.
+    """Return the mapping in a YAML file; an empty file is an empty mapping.
 
-    Raises ``ValueError`` if the file cannot be read, parsed, or holds something else.
+    Raises ValueError if the file cannot be read, cannot be parsed, or holds something else.
     """
     try:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
@@ -45,7 +44,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], item: str) -> None:
-    """Apply one ``a.b=c`` to ``tree`` in place. Raises ``ValueError`` if it is malformed."""
+    """Apply one ``a.b=c`` to ``tree`` in place. Raises ValueError if ``item`` is malformed."""
     path, equals, text = item.partition("=")
     names = path.strip().split(".")
     if not equals or not all(names):
@@ -65,7 +64,10 @@ def apply_override(tree: dict[str, Any], item: str) -> None:
 
 
 def explain_errors(error: ValidationError, fields: Mapping[str, str]) -> str:
-    """Every problem in ``error`` on a line of its own; ``fields`` maps keys to meanings."""
+    """Return one line per problem in ``error``.
+
+    ``fields`` maps the names of all keys to their help texts.
+    """
     return "\n".join(_problem(dict(detail), fields) for detail in error.errors())
 
 
@@ -92,14 +94,14 @@ def _suggestion(path: str, fields: Iterable[str]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a default as one writes it in YAML; of a path the two last parts."""
+    """Return a default as written in YAML; of a path, only the last two parts."""
     if isinstance(value, Path):
         return "/".join(value.parts[-2:])
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def format_type(annotation: Any) -> str:
-    """``int|null``, ``[str, str]``, ``[int, ...]``, ``auto|cpu|cuda``."""
+    """Return a type as written in help texts: ``int|null``, ``[int, ...]``, ``auto|cpu|cuda``."""
     if annotation is Ellipsis:
         return "..."
     if get_origin(annotation) is Annotated:
