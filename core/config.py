@@ -43,8 +43,7 @@ class CheckpointConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and KV cache; auto: float32 for float32 checkpoints, otherwise bfloat16"""
     kernels: Literal["auto", "native", "triton", "vendor", "torch"] = "auto"
-    """kernels: native (C++, CPU), triton or vendor (adds FlashMLA) on GPU, torch; auto: by device
-    """
+    """native: C++ for CPUs; triton: GPUs; vendor: triton plus FlashMLA; torch; auto: by device"""
     max_model_len: int | None = Field(default=None, ge=2)
     """maximum number of prompt and output tokens together; null: the checkpoint's own maximum"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
@@ -70,22 +69,19 @@ class SpeculationConfig(Section):
     max_depth: int = Field(default=3, ge=0, le=8)
     """maximum depth of drafts per step (length of a chain, depth of a tree); 0: no drafting"""
     handover_hidden: bool = True
-    """whether prefill hands over the hidden state that the first draft needs"""
+    """true: the KV hand-over includes the hidden states that the first draft needs"""
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
-    """drafts per step; adaptive: the number that pays off at the current load; fixed: the maximum
-    """
+    """drafts per step; adaptive: the number that pays off at the current load; fixed: maximum"""
     profile_at_startup: bool = True
-    """whether idle ranks time steps of all sizes after startup, for draft_length=adaptive"""
+    """true: idle ranks time steps of all sizes after startup, for draft_length=adaptive"""
     drafter: str = "auto"
-    """drafting method, mtp to ngram+X, or a module:Class; auto: mtp if the checkpoint has it, or
-    none"""
+    """drafting method, see docs/drafters.md, or module:Class; auto: mtp if available, else none"""
     draft_model_path: Path | None = Field(default=None, strict=False)
     """folder of the heads (medusa, eagle, eagle3) or of the checkpoint (draft_model); null: none"""
     max_tree_nodes: int | None = Field(default=None, ge=1, le=MAX_NODES)
     """maximum number of drafts per step in a draft tree; null: chains instead of trees"""
     top_k: int = Field(default=4, ge=1, le=MAX_NODES)
-    """branching factor of draft trees (not medusa): nodes expanded per depth, candidates per node
-    """
+    """branching factor of draft trees (not medusa): nodes expanded per depth, children per node"""
     medusa_choices: Path | None = Field(default=None, strict=False)
     """JSON file with the tree paths of medusa; null: choices.json in draft_model_path"""
     draft_budget_pages: int = Field(default=8, ge=3)
@@ -95,12 +91,11 @@ class SpeculationConfig(Section):
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
     """maximum length, in tokens, of the suffix that ngram searches for in the text"""
     is_public_pool: bool = False
-    """whether ngram also searches the rank's other texts; response times then reveal their content
-    """
+    """true: ngram also searches other texts of the rank, which response times can then reveal"""
     is_keep_all: bool = True
-    """whether ngram considers all earlier matches; false: only the oldest"""
+    """true: ngram considers all earlier matches; false: only the oldest match"""
     is_use_oldest: bool = False
-    """whether ngram drafts from the oldest match; false: from the most recent"""
+    """true: ngram drafts from the oldest match; false: from the most recent match"""
 
 
 class RankConfig(Section):
@@ -113,15 +108,13 @@ class RankConfig(Section):
     num_redundant_experts: int = Field(default=0, ge=0)
     """number of redundant expert replicas per MoE layer, over all ranks of a node"""
     dispatch: Literal["auto", "all_gather", "all_to_all"] = "auto"
-    """how tokens reach experts on other ranks; auto: all_to_all for prefill, all_gather for decode
-    """
+    """transport of tokens to experts; auto: all_to_all for prefill, all_gather for decode"""
     device: Literal["cpu", "cuda"] = "cpu"
     """device that the ranks run on"""
     num_threads: Count = 1
     """CPU threads per rank"""
     node_group: Label | None = None
-    """value of the Ray label ray.io/node-group (KubeRay's worker group) of the machines; null: any
-    """
+    """Ray label ray.io/node-group (KubeRay's worker group) of the machines to use; null: any"""
 
 
 class PrefillConfig(RankConfig):
@@ -133,7 +126,7 @@ class DecodeConfig(RankConfig):
     max_num_seqs: Count = 16
     """maximum number of sequences per decode step of a rank"""
     overlap: Literal["auto"] | bool = "auto"
-    """whether a step's results are read while the device runs the next step; auto: except on cpu"""
+    """true: results of a step are read while the device runs the next step; auto: except on cpu"""
     batch_sizes: tuple[Count, ...] | None = Field(default=None, strict=False)
     """batch sizes that decode steps are padded to; null: all on cpu, about powers of two on cuda"""
 
@@ -147,8 +140,7 @@ class KvConfig(Section):
     page_size: int = Field(default=64, ge=1, le=4096)
     """tokens per KV cache page"""
     num_pages: int | None = Field(default=None, ge=2)
-    """pages per rank, including the dummy page; null: enough for all rows (cpu), all free memory
-    (cuda)"""
+    """pages per rank, dummy page included; null: enough for all rows (cpu), free memory (cuda)"""
 
 
 class KvTransferConfig(Section):
@@ -157,12 +149,11 @@ class KvTransferConfig(Section):
     lease_s: float = Field(default=30.0, gt=0, le=3600)
     """seconds that offered KV pages, and a gateway's sessions, stay valid without renewal"""
     staging_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """bytes of staging memory per rank, which bound the data in flight; chunks have at most 16 MiB
-    """
+    """bytes of staging memory per rank, a bound on data in flight; chunks are at most 16 MiB"""
     host: str = Field(default=AUTO, min_length=1)
     """address that ranks listen on; auto: the address by which Ray knows the machine"""
     checksums: bool = False
-    """whether decode ranks verify checksums of received pages, which detects flipped bits"""
+    """true: decode ranks verify checksums of received pages, to detect flipped bits"""
 
     @property
     def chunk_bytes(self) -> int:
@@ -178,8 +169,7 @@ class ControlConfig(Section):
     startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
     """seconds without an answer or progress after which a starting rank is restarted"""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """seconds without an answer or a finished step (minimum: 10 recent steps) until a rank is lost
-    """
+    """seconds without answer or progress until a rank is lost; minimum: 10 x its longest step"""
     stop_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """seconds that ranks may take to stop by themselves before they are killed"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)

@@ -1,8 +1,8 @@
-"""msgpack messages with checked schemas, and errors that travel as messages.
+"""msgpack messages with validated schemas, and errors that travel as messages.
 
-A message is a frozen dataclass. On the wire it is ``[class name, {field: value}]``, so a reader
-can name what it got. pydantic checks what arrives: types exactly (no "1" for 1), no unknown
-fields. Bytes cross Ray and sockets, never pickled objects.
+A message is a frozen dataclass, sent as ``[class name, {field: value}]``. The name lets a receiver
+report a message of the wrong class. pydantic checks received fields. Types must match exactly (no
+"1" for 1) and unknown fields are errors. Only bytes cross Ray and sockets, never pickled objects.
 """
 
 import reprlib
@@ -21,13 +21,19 @@ _STRICT_TYPES = {"int", "float", "bool", "str", "bytes"}
 
 
 class WireError(ValueError):
-    """A message that does not match its schema; the text gives both sides' values."""
+    """Error for a message that does not match its schema; names the expected and actual values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Describe an error. ``kind`` is the name of a class in core/errors.py, or ValueError; others
-    become TandemError."""
+    """An error as a message.
+
+    Attributes:
+        kind: Name of a class in core/errors.py, or ValueError. Any other name decodes to
+            TandemError.
+        text: Message of the error.
+        retry_after_s: Seconds to wait before a retry. Only Overloaded uses it.
+    """
 
     kind: str
     text: str
@@ -35,18 +41,18 @@ class Failure:
 
 
 def pack(message: Any) -> bytes:
-    """Encode a message dataclass; its own field values are trusted (they are ours)."""
+    """Encode a message dataclass. Field values are not validated, because this process set them."""
     cls: Any = type(message)
     return msgpack.packb([cls.__name__, _schema(cls)[0].to_python(message)])
 
 
 def unpack(cls: type[Message], data: bytes) -> Message:
-    """Decode ``data`` as ``cls``. Raises WireError when it is anything else."""
+    """Decode ``data`` as ``cls``. Raises WireError if ``data`` is anything else."""
     return _validate(cls, *_name_and_fields(cls, data))
 
 
 def decode(cls: type[Message], data: bytes) -> Message:
-    """``data`` as ``cls``; if it holds a Failure instead, raises the error it names."""
+    """Decode ``data`` as ``cls``. If it holds a Failure instead, raise the error it describes."""
     name, fields = _name_and_fields(cls, data)
     if name == Failure.__name__:
         raise to_error(_validate(Failure, name, fields))
@@ -74,7 +80,7 @@ def to_error(failure: Failure) -> Exception:
 
 
 class _ShortRepr(reprlib.Repr):
-    """The beginning of a value as text, at a cost that does not grow with the value."""
+    """Truncated repr of a value, at a cost that does not grow with the value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +123,7 @@ def _schema(cls: Any) -> tuple[SchemaSerializer, SchemaValidator]:
 
 
 def _make_strict(node: Any) -> Any:
-    """A schema that takes scalars of the very type, lists for tuples, and no unknown fields."""
+    """Return ``node`` with exact scalar types, lists for tuples, and no unknown fields."""
     if isinstance(node, list):
         return [_make_strict(item) for item in node]
     if not isinstance(node, dict):
