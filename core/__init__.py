@@ -1,1 +1,1 @@
-"""Layer 0: the few nouns and codecs every part of Tandem shares. Imports nothing else of ours."""
+"""Layer 0: the nouns and codecs that all of Tandem shares. Imports no other package of Tandem."""

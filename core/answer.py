@@ -1,16 +1,22 @@
-"""What a user is told: the pieces of an answer, with the names of their fields on the wire."""
+"""Pieces of an answer as users receive them. Field names are those on the wire."""
 
 from dataclasses import astuple, dataclass, replace
 from itertools import zip_longest
 from typing import Any, ClassVar
 
 PIECE_BYTES = 16
-"""Size of a piece without its text and tokens."""
+"""Size in bytes of a piece without its text and tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of raw logits: of the token, and of the likeliest, best first."""
+    """Log probabilities computed from the raw logits at one token position.
+
+    Attributes:
+        logprob: Log probability of the chosen token.
+        top_ids: Ids of the most likely tokens, the most likely first.
+        top_logprobs: Log probabilities of ``top_ids``.
+    """
 
     logprob: float
     top_ids: tuple[int, ...]
@@ -19,8 +25,11 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A piece of an answer. ``text`` never ends inside a character; ``logprobs`` has an entry
-    per token if they were asked for."""
+    """A piece of an answer.
+
+    ``text`` never ends inside a character. ``logprobs`` has one entry per token if the request
+    wants log probabilities, otherwise it is empty.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -29,14 +38,20 @@ class Delta:
 
     @property
     def num_bytes(self) -> int:
-        """Size on the wire, estimated: 12 bytes for each log probability."""
+        """Estimated size on the wire in bytes, with 12 bytes for each log probability."""
         num_logprobs = sum(1 + len(one.top_ids) for one in self.logprobs)
         return PIECE_BYTES + len(self.text) + 4 * len(self.token_ids) + 12 * num_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens: of the prompt, those of it found in a cache, and those that this call gave."""
+    """Token counts of one call.
+
+    Attributes:
+        prompt: Tokens of the prompt.
+        cached: Tokens of the prompt that were found in a prefix cache.
+        completion: Tokens that this call returned.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -45,12 +60,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCounts:
-    """One sequence's totals; ``accepted_per_position[i]`` counts drafts i+1 accepted,
-    ``drafted_per_position[i]`` the steps that had that draft. ``num_nodes`` counts all drafts that
-    were verified: of a tree more than its depth, which is in ``num_drafted``.
+    """Speculation totals of one sequence.
 
-    Of an answer that went on elsewhere it is the sum over its lives; a life that ended with its
-    node is not in it.
+    For an answer that migrated, this is the sum over its ranks, except those that died.
+
+    Attributes:
+        num_drafted: Sum over steps of the draft depth.
+        accepted_per_position: Entry i is the number of steps that accepted draft i + 1.
+        drafted_per_position: Entry i is the number of steps that had a draft i + 1.
+        num_nodes: Drafts verified. In a tree these are more than its depth.
     """
 
     num_steps: int = 0
@@ -62,8 +80,11 @@ class SpeculationCounts:
     num_nodes: int = 0
 
     def truncate_last_run(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
-        """These counts had the run of the last step (``before``: the counts then) been cut to
-        ``num_kept`` tokens: what is cut off does not count as accepted."""
+        """Return the counts as if the last step had emitted only ``num_kept`` tokens.
+
+        Drafts that were cut off do not count as accepted. ``before`` are the counts before that
+        step.
+        """
         num_run = self.num_accepted - before.num_accepted
         num_feature_tokens = min(num_run, num_kept)
         return replace(
@@ -83,7 +104,7 @@ class SpeculationCounts:
 
 
 def _add(one: Any, other: Any) -> Any:
-    """The sum of two numbers, or of two lists of counts by position; of two names the latter."""
+    """Add two numbers, or two lists of counts by position; of two strings return the second."""
     if isinstance(one, int | float):
         return one + other
     if isinstance(one, str):
@@ -93,7 +114,7 @@ def _add(one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Milliseconds. ``transfer`` is the part still visible after prefill ended."""
+    """Durations in ms. ``transfer`` is the part of the hand-over that outlasted prefill."""
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -104,8 +125,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """What crossed from prefill to decode; ``bytes`` 0 when nothing had to. ``seconds`` is the
-    time in which chunks of it were on their way, from reading to arrival."""
+    """Totals of the KV hand-overs from prefill to decode.
+
+    Attributes:
+        bytes: Bytes transferred, 0 if no transfer was necessary.
+        tokens: Tokens handed over.
+        backend: Name of the transport.
+        seconds: Time during which chunks were in flight, from reading to arrival.
+    """
 
     bytes: int = 0
     tokens: int = 0
@@ -118,9 +145,9 @@ class TransferStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last piece of an answer: how it ended, and what it took.
+    """The last piece of an answer: finish reason and statistics.
 
-    It has the text and tokens of an empty ``Delta``, so that a loop may read those of every piece.
+    ``text`` and ``token_ids`` are empty, so that a loop may read them from every piece.
     """
 
     index: int

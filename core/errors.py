@@ -1,4 +1,4 @@
-"""Named errors that cross processes. ``ValueError`` is the user's mistake throughout."""
+"""Named errors that cross processes. ``ValueError`` always means a mistake of the user."""
 
 import errno
 from typing import Self
@@ -10,16 +10,16 @@ _RESOURCE_TEXTS = (
     "not enough memory",
     "out of memory",
 )
-"""Parts of the messages of RuntimeErrors that mean the same: CPython's for threads, torch's for
-allocators of the CPU, of CUDA and of NCCL."""
+"""Message parts of RuntimeErrors that mean that a resource is exhausted: CPython's for threads,
+torch's for the allocators of CPU, CUDA and NCCL."""
 
 
 class TandemError(Exception):
-    """A failure of one request or rank that the caller may act upon."""
+    """Failure of one request or rank that the caller may act upon."""
 
 
 class Overloaded(TandemError):
-    """No room now; worth another try after ``retry_after_s``."""
+    """A lack of capacity. The call may be retried after ``retry_after_s`` seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -27,30 +27,32 @@ class Overloaded(TandemError):
 
 
 class Unavailable(TandemError):
-    """It does not work here, or not now: it may go on elsewhere, or later."""
+    """A failure here and at this time. Another rank, or a later retry, may succeed."""
 
 
 class Draining(Unavailable):
-    """The server is shutting down and admits nothing new."""
+    """The server is shutting down and admits no new requests."""
 
 
 class Preempted(Unavailable):
-    """A decode rank gave the sequence up for others; it goes on from what it has emitted."""
+    """A decode rank preempted the sequence, which can resume from its emitted tokens."""
 
 
 class RankLost(Unavailable):
-    """A rank died or lost its epoch while it held state of this request. ``rank`` is the
-    life that was meant, where that is known; it does not cross processes."""
+    """A rank died, or its epoch ended, while it held state of this request.
+
+    ``rank`` is the epoch name of the rank, if known. It is not sent to other processes.
+    """
 
     rank: str | None = None
 
 
 class RankDied(RankLost):
-    """Its process has ended; the controller will tell whether a step was the cause."""
+    """The rank's process has ended. The controller will report if a step was the cause."""
 
 
 class EpochEnded(RankLost):
-    """A rank of the gang was lost or left: those that remain go on in the gang's next life."""
+    """A rank of the gang was lost or left. The remaining ranks continue in the next epoch."""
 
 
 class ProgramFailed(EpochEnded):
@@ -58,21 +60,25 @@ class ProgramFailed(EpochEnded):
 
 
 class StepFailed(Unavailable):
-    """A step that this request was in failed; it goes on, at first in steps of its own."""
+    """A step of this request failed. The request is retried, at first in isolated steps."""
 
 
 class PoisonRequest(StepFailed):
-    """A step failed that this request, suspected already, was alone in: it is not tried again."""
+    """A suspected request failed again in a step of its own, so it is not retried."""
 
 
 class NonFiniteLogits(TandemError):
-    """The model's logits for this request are not finite numbers, so no token can be chosen. It is
-    not tried again: another rank would compute the same."""
+    """The model's logits for this request are not finite, so no token can be chosen.
+
+    The request is not retried, because another rank would compute the same logits.
+    """
 
     @classmethod
     def of(cls, identity: object, num_tokens: int) -> Self:
-        """Name the reason, ``non_finite``, and the place: after ``num_tokens`` of prompt and
-        answer."""
+        """Create the error with its reason ``non_finite`` and the position of the failure.
+
+        ``num_tokens`` counts the tokens of prompt and answer before that position.
+        """
         return cls(
             f"non_finite: {identity}: after {num_tokens} tokens no logit is a finite number: the "
             "checkpoint or the memory of a rank is damaged, or the request forbids every token"
@@ -80,27 +86,27 @@ class NonFiniteLogits(TandemError):
 
 
 class HandoverError(Unavailable):
-    """A KV hand-over could not be completed; nothing of it may be used."""
+    """A KV hand-over could not be completed. None of its data may be used."""
 
 
 class ModelMismatch(TandemError):
-    """An answer was begun by another model than the one that is to continue it."""
+    """The answer was started by another model than the one that is to continue it."""
 
 
 class SequenceEnded(HandoverError):
-    """Prefill has given the sequence up, or does not know it; its wire is well."""
+    """Prefill has dropped or does not know the sequence. The connection itself works."""
 
 
 class LayoutMismatch(HandoverError):
-    """Prefill and decode rank do not cache the same thing the same way."""
+    """Prefill and decode rank have different cache layouts."""
 
 
 class StalePages(HandoverError):
-    """Pages changed hands while a transfer still named them."""
+    """Pages changed owners while a transfer still referred to them."""
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than were allowed: ``num_tokens``."""
+    """A text of ``num_tokens`` tokens exceeds the allowed number of tokens."""
 
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"the text has {num_tokens} tokens")
@@ -108,12 +114,14 @@ class TextTooLong(ValueError):
 
 
 class CaptureError(RuntimeError):
-    """A function cannot be had as a graph of the device, which goes on answering."""
+    """A function cannot be captured as a device graph. The device still works."""
 
 
 def is_out_of_resources(error: BaseException) -> bool:
-    """Return whether a process has no memory (the host's or a device's), threads, open files or
-    disk space left; all may come back."""
+    """Return whether ``error`` means that a resource of the process or device is exhausted.
+
+    The resources are memory, threads, open files and disk space. All may become available again.
+    """
     if isinstance(error, OSError):
         return error.errno in _RESOURCE_ERRNOS
     if isinstance(error, RuntimeError):

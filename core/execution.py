@@ -1,24 +1,29 @@
-"""Forms in which functions of tensors are called again and again, and how far drafters are behind:
-what plans of steps are told in."""
+"""Execution modes of tensor programs, and catch-up of drafters that were left out of steps."""
 
 from typing import Protocol
 
 EAGER, RECORDED, CAPTURED = "eager", "recorded", "captured"
-"""In Python each time; played without Python, made by the first call; a graph, made ahead."""
+"""Run in Python on every call; replayed without Python, recorded by the first call; a device graph,
+captured in advance."""
 
 
 class CatchUpPolicy(Protocol):
-    """How a drafter that a step may leave out catches up later. Both how far a row is *behind* and
-    how much a step catches up with are numbers of the drafter's own; 0 of the latter: it is left
-    out of a step without drafts. ``start``: how far a row is behind that has just begun."""
+    """How a drafter that may be left out of steps catches up later.
+
+    Backlog (how far a row lags) and catch-up width (how much one step catches up) are in units of
+    the drafter. Width 0 means that a step without drafts leaves the drafter out.
+
+    Attributes:
+        initial_backlog: Backlog of a row that has just started.
+    """
 
     initial_backlog: int
 
     def catch_up_width(self, depth: int, backlog: int) -> int:
-        """What such a step has to catch up with if no row is further ``behind``."""
+        """Return the width that such a step needs if no row has more than ``backlog``."""
 
     def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
-        """How far a row is behind, at most, after such a step."""
+        """Return the maximum backlog of a row after such a step."""
 
     def common_widths(self, depth: int) -> tuple[int, ...]:
-        """The amounts of such steps while nothing unusual happens, the most frequent first."""
+        """Return the widths of such steps in normal operation, the most frequent first."""

@@ -1,4 +1,4 @@
-"""A mapping that forgets what was put into it long ago, without looking through what it keeps."""
+"""A mapping whose entries expire, without a scan of the entries that stay."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -8,9 +8,10 @@ Value = TypeVar("Value")
 
 
 class ExpiringMap(Generic[Key, Value]):
-    """Values by key, each for at least ``keep_s`` by ``clock``. The first value of a key stays.
+    """Values by key, each kept for at least ``keep_s`` seconds by ``clock``.
 
-    A ``sweep`` costs as much as it forgets: entries are in the order in which they came.
+    The first value of a key stays. Entries are in insertion order, so ``sweep`` visits only those
+    that it removes.
     """
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
@@ -28,11 +29,11 @@ class ExpiringMap(Generic[Key, Value]):
         return len(self._entries)
 
     def add(self, key: Key, value: Value) -> None:
-        """Remember ``value``, unless there is one of this key."""
+        """Store ``value`` unless ``key`` already has one."""
         self._entries.setdefault(key, (value, self._clock()))
 
     def sweep(self) -> None:
-        """Forget what came more than ``keep_s`` ago."""
+        """Remove entries that were added more than ``keep_s`` seconds ago."""
         horizon = self._clock() - self._keep_s
         while self._entries:
             key = next(iter(self._entries))

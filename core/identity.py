@@ -1,4 +1,4 @@
-"""Who a message is about: one value, the same on every node (design.md, Identity)."""
+"""Identity of one attempt at one answer, the same on every rank."""
 
 import secrets
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ _NONCE_BITS = 53
 
 
 def new_nonce() -> int:
-    """A number that is never used again; nothing compares nonces but for equality."""
+    """Return a random number that is never reused. Nonces are only compared for equality."""
     return secrets.randbits(_NONCE_BITS)
 
 
@@ -15,9 +15,13 @@ def new_nonce() -> int:
 class Identity:
     """One attempt at one answer of a request.
 
-    ``request_id`` is unique at its gateway, ``answer`` is which of its n answers, ``attempt`` a
-    nonce: what is late of an earlier attempt, or of a request of the same id elsewhere, finds
-    nothing.
+    Late messages of an earlier attempt, or of a request with the same id at another gateway, match
+    no attempt and are ignored.
+
+    Attributes:
+        request_id: Unique at its gateway.
+        answer: Index of the answer among the request's n answers.
+        attempt: Nonce of this attempt.
     """
 
     request_id: str

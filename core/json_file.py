@@ -1,4 +1,4 @@
-"""The JSON files beside a checkpoint."""
+"""JSON files of a checkpoint folder."""
 
 import json
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in ``file``; empty if there is no such file.
+    """Return the object in ``file``, or an empty one if there is no such file.
 
-    Raises ValueError naming the file when it cannot be read, does not hold one JSON object, or has
+    Raises ValueError naming the file if it cannot be read, does not hold one JSON object, or has
     two values for one key of an object.
     """
     try:
@@ -27,7 +27,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raises ValueError for a key with two values that differ."""
+    """Build a JSON object. Raises ValueError for a key with two different values."""
     found = dict(pairs)
     for key, value in pairs if len(found) < len(pairs) else ():
         if found[key] != value:

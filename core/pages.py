@@ -1,4 +1,4 @@
-"""What whoever touches pages has to know of them."""
+"""Constants of KV cache pages."""
 
 DUMMY_PAGE = 0
-"""Never allocated: padding and suppressed writes go here."""
+"""Page that is never allocated: target of padding and of suppressed writes."""

@@ -1,4 +1,4 @@
-"""Where the routed experts lie: which expert is in which slot of which rank."""
+"""Placement of the routed experts: the expert in each slot of each rank."""
 
 import hashlib
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which routed expert lies in each slot, MoE layer by MoE layer; there is at least one layer.
+    """Assignment of routed experts to slots in each MoE layer; there is at least one layer.
 
     With S = ``slots_per_rank``, rank r of ``num_ranks`` has slots [r * S, (r + 1) * S). An expert
-    may lie in several slots (redundant experts).
+    may be in several slots (redundant experts).
     """
 
     num_ranks: int
@@ -20,7 +20,7 @@ class Placement:
     def in_order(
         cls, num_layers: int, num_experts: int, num_ranks: int, num_redundant: int = 0
     ) -> "Placement":
-        """Slot i has expert i; the redundant slots have experts 0, 1, ... once more.
+        """Return the default placement: slot i has expert i, redundant slots have experts 0, 1, ...
 
         Raises ValueError as ``check_sizes`` does.
         """
@@ -31,12 +31,12 @@ class Placement:
 
     @property
     def digest(self) -> str:
-        """The same for equal placements alone."""
+        """Digest that only equal placements share."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
     def num_slots(self) -> int:
-        """Of all ranks together, in each layer."""
+        """Slots per layer on all ranks together."""
         return len(self.slot_experts[0])
 
     @property
@@ -44,12 +44,12 @@ class Placement:
         return self.num_slots // self.num_ranks
 
     def experts_of_rank(self, layer: int, rank: int) -> tuple[int, ...]:
-        """Expert ids of a rank's slots, [S]."""
+        """Return the expert ids of a rank's slots in one layer, [S]."""
         first = rank * self.slots_per_rank
         return self.slot_experts[layer][first : first + self.slots_per_rank]
 
     def expert_slots(self, layer: int) -> tuple[tuple[int, ...], ...]:
-        """For each expert its slots, ascending."""
+        """Return the slots of each expert in one layer, ascending."""
         experts_S = self.slot_experts[layer]
         slots_E: list[list[int]] = [[] for _ in range(max(experts_S) + 1)]
         for slot, expert in enumerate(experts_S):
@@ -57,7 +57,8 @@ class Placement:
         return tuple(map(tuple, slots_E))
 
     def check_integrity(self, num_experts: int) -> None:
-        """Asserts that ranks and layers have equally many slots, and layers every expert."""
+        """Assert that all ranks and layers have as many slots, and that each layer has every
+        expert."""
         assert self.num_ranks > 0 and self.slot_experts, self
         assert self.num_slots % self.num_ranks == 0, (self.num_slots, self.num_ranks)
         for layer, experts_S in enumerate(self.slot_experts):
@@ -67,7 +68,7 @@ class Placement:
 
 
 def check_sizes(num_experts: int, num_redundant: int, num_ranks: int) -> None:
-    """Raises ValueError if the slots of all experts cannot be shared evenly by the ranks."""
+    """Raise ValueError if the ranks cannot share the slots of all experts evenly."""
     assert num_experts > 0 and num_ranks > 0, (num_experts, num_ranks)
     if num_redundant < 0:
         raise ValueError(f"num_redundant_experts={num_redundant}: set it to 0 or more")

@@ -1,23 +1,32 @@
-"""How far a rank's engine has come, and when it counts as stuck (design.md, Progress)."""
+"""Progress of a rank's engine and of its startup, and when an engine counts as stalled."""
 
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 STALL_FACTOR = 10
-"""A turn of the engine may take this many times the longest recent one."""
+"""Multiple of the longest recent engine turn above which a turn counts as stalled."""
 LOADING = "loading weights"
 on_startup_progress: ContextVar[Callable[[str, float], None]] = ContextVar(
     "on_start", default=lambda activity, progress: None
 )
-"""Is told what a rank does as it starts and how far that is: of LOADING a share, of all else a
-number that changes as long as it gets on. Whoever starts a rank sets it."""
+"""Callback ``(activity, progress)`` for the startup of a rank; set by the code that starts the
+rank.
+
+For the activity LOADING, ``progress`` is a fraction. For all others it is a number that changes
+while the activity makes progress.
+"""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class LockstepPosition:
-    """How far a rank is in what its gang does in lockstep: collective ``number`` of step ``step``
-    has begun. ``what`` it was; 0 is waiting for the plan."""
+    """Position of a rank in its gang's lockstep.
+
+    Attributes:
+        step: Number of the step.
+        number: Number of the collective that has started in this step; 0: waiting for the plan.
+        operation: Name of that collective.
+    """
 
     step: int = 0
     number: int = 0
@@ -29,9 +38,14 @@ class LockstepPosition:
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """``num_turns`` of the engine thread have ended; ``busy_s`` is the age of the one it is in, 0
-    while it waits for work; ``bound_s`` is the age from which on it is stuck. ``place`` is where
-    it is in lockstep."""
+    """Progress of the engine thread.
+
+    Attributes:
+        num_turns: Turns completed.
+        busy_s: Age of the current turn in seconds, 0 while waiting for work.
+        stall_threshold_s: Age in seconds above which a turn counts as stalled.
+        position: Position in the gang's lockstep.
+    """
 
     num_turns: int
     busy_s: float
@@ -47,5 +61,8 @@ class EngineProgress:
 
 
 def compute_stall_threshold_s(recent_s: Iterable[float], min_s: float) -> float:
-    """The bound after turns that took these; long prefill steps raise it."""
+    """Return the stall threshold after turns of these durations, at least ``min_s``.
+
+    Long prefill steps raise it.
+    """
     return max(min_s, STALL_FACTOR * max(recent_s, default=0.0))

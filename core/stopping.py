@@ -1,20 +1,20 @@
-"""Where an answer ends: one pure rule for the first token and for accepted runs alike."""
+"""Where an answer ends: one pure rule for the first token and for runs of accepted tokens."""
 
 from tandem.core.request import LENGTH, STOP, SamplingParams
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: tuple[int, ...]) -> frozenset[int]:
-    """Token ids that end this request: its own and, unless ignored, the model's EOS."""
+    """Return the token ids that end this request: its own and, unless ignored, the model's EOS."""
     return frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
 
 
 def truncate_at_stop(
     token_ids: tuple[int, ...], stops: frozenset[int], num_budget: int
 ) -> tuple[tuple[int, ...], str | None]:
-    """Keep ``token_ids`` up to and including the first stop, at most ``num_budget`` (> 0).
+    """Keep ``token_ids`` up to and including the first stop, at most ``num_budget`` (> 0) tokens.
 
-    Returns the kept ids and the finish reason, None while the answer goes on. A stop that
-    is also the last affordable token counts as a stop.
+    Returns the kept ids and the finish reason, None while the answer continues. A stop that is also
+    the last token of the budget counts as a stop.
     """
     assert num_budget > 0, f"a sequence without budget must have ended, got {num_budget}"
     kept = token_ids[:num_budget]
@@ -25,5 +25,5 @@ def truncate_at_stop(
 
 
 def remaining_budget(num_prompt: int, num_output: int, max_tokens: int, max_model_len: int) -> int:
-    """How many more tokens a sequence may emit."""
+    """Return the number of tokens that a sequence may still emit."""
     return min(max_tokens - num_output, max_model_len - num_prompt - num_output)

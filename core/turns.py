@@ -1,28 +1,30 @@
-"""Queues in which begun answers go first and fresh requests still get their share of turns."""
+"""Queues that serve resumed answers first but keep a share of turns for new requests."""
 
 from typing import Generic, TypeVar
 
 from tandem.core.identity import Identity
 
 NEW_REQUEST_SHARE = 4
-"""One turn in this many goes to the oldest fresh request, however many begun answers wait."""
+"""One turn in this many goes to the oldest new request, however many resumed answers wait."""
 Item = TypeVar("Item")
 
 
 def is_new_turn(num_resumed: int, has_resumed: bool, has_new: bool) -> bool:
-    """Return whether the next turn belongs to a fresh request.
+    """Return whether the next turn belongs to a new request.
 
     Args:
-        num_begun: Number of turns that begun answers had since the last turn of a fresh request.
-        has_begun: Whether a begun answer waits.
-        has_fresh: Whether a fresh request waits.
+        num_resumed: Turns of resumed answers since the last turn of a new request.
+        has_resumed: Whether a resumed answer waits.
+        has_new: Whether a new request waits.
     """
     return has_new and (not has_resumed or num_resumed >= NEW_REQUEST_SHARE - 1)
 
 
 class TurnQueue(Generic[Item]):
-    """Waiting items by identity. An item is begun if its client has tokens of the answer already,
-    otherwise it is fresh; among equals the oldest comes first."""
+    """Waiting items by identity, in two kinds: resumed and new, each first in, first out.
+
+    An item is resumed if its client already has tokens of the answer.
+    """
 
     def __init__(self) -> None:
         self.resumed: dict[Identity, Item] = {}
@@ -41,13 +43,13 @@ class TurnQueue(Generic[Item]):
         return next(iter(self._next_kind().items()), None)
 
     def pop(self) -> None:
-        """Remove the item that ``peek`` returns: it has had its turn."""
+        """Remove the item that ``peek`` returns, which ends its turn."""
         kind = self._next_kind()
         self._num_resumed = 0 if kind is self.new else self._num_resumed + 1
         del kind[next(iter(kind))]
 
     def discard(self, identity: Identity) -> None:
-        """Remove an item that gave up waiting, if it is in the queue."""
+        """Remove an item that no longer waits, if it is in the queue."""
         self.resumed.pop(identity, None)
         self.new.pop(identity, None)
 

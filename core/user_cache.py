@@ -1,4 +1,4 @@
-"""Folders for files that can be made again, kept between runs of one user."""
+"""Folders for reproducible files that one user's processes keep between runs."""
 
 import os
 import stat
@@ -11,10 +11,10 @@ _WRITABLE = os.W_OK | os.X_OK
 
 
 def user_home() -> Path:
-    """Return the home folder of this user, or a private temporary one where there is none to write
-    to, as with the arbitrary user ids of OpenShift.
+    """Return the home folder of this user, or a private temporary folder if home is not writable.
 
-    Raises ValueError if a temporary one cannot be had either.
+    The latter happens, for instance, with OpenShift's arbitrary user ids. Raises ValueError if no
+    temporary folder is possible either.
     """
     home = os.path.expanduser("~")  # unchanged if neither HOME nor an entry in passwd names one
     if os.access(home, _WRITABLE):
@@ -23,20 +23,20 @@ def user_home() -> Path:
 
 
 def user_cache() -> Path:
-    """Return the cache folder of this user: XDG_CACHE_HOME, else ``.cache`` in a home folder.
+    """Return the cache folder of this user: XDG_CACHE_HOME, otherwise ``.cache`` in a home folder.
 
-    Raises what ``user_home`` raises.
+    Raises the errors of ``user_home``.
     """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named)
-    cache = Path(os.path.expanduser("~"), ".cache")  # may be there in a home that is read-only
+    cache = Path(os.path.expanduser("~"), ".cache")  # may exist in a read-only home
     return cache if os.access(cache, _WRITABLE) else user_home() / ".cache"
 
 
 def ensure_private_folder(folder: Path) -> Path:
-    """Create a folder that this user alone can write to, or make sure that it is one.
+    """Create a folder that only this user can write to, or verify an existing one.
 
-    Raises ValueError if it cannot be created or belongs to another user.
+    Raises ValueError if the folder cannot be created or belongs to another user.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,7 +51,10 @@ def ensure_private_folder(folder: Path) -> Path:
 
 
 def read_private_file(file: Path) -> bytes | None:
-    """Return what is in a file that this user alone can write to, None if there is no such file."""
+    """Return the content of a file that only this user can write to.
+
+    Returns None if there is no such file or if another user could have written it.
+    """
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
             status = os.fstat(opened.fileno())
