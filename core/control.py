@@ -1,6 +1,6 @@
-"""Control calls to one life of a rank: the callers' interface, its in-process form, the server.
+"""Control calls to a rank in one epoch: interface of callers, in-process client, and server.
 
-The epoch of the rank that is meant travels in each call's envelope, not in the messages.
+Each call's envelope carries the epoch of the target rank; the messages do not.
 """
 
 import asyncio
@@ -15,31 +15,35 @@ from tandem.core.schema import decode, encode_failure, pack, unpack
 
 Reply = TypeVar("Reply")
 Handler = Callable[[int, str, bytes], Awaitable[bytes]]
-"""``handle(epoch, method, payload)`` of a rank."""
+"""Handler of a rank's calls: ``handle(epoch, method, payload)``."""
 Methods = Mapping[str, tuple[type | None, Callable[[Any], Any]]]
-"""By name: the message that it takes (None: no payload), and what answers it with another or, for
-Done, with None; at once, or when awaited."""
+"""Methods by name: the class of the request (None: no payload), and the handler.
+
+A handler returns the reply, None for Empty, or an awaitable of either.
+"""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """The reply where there is nothing to tell."""
+    """Reply of a method that returns nothing."""
 
 
 class Control(Protocol):
-    """One life of a rank as its callers reach it. A lost or later life is raised as RankLost,
-    or answered by it."""
+    """Client of a rank in one epoch.
+
+    A rank that is lost or in a later epoch either raises RankLost here or replies with it.
+    """
 
     async def call(self, method: str, payload: bytes) -> bytes: ...
 
     async def close(self) -> None:
-        """Give up what it keeps open, if anything; calls under way fail."""
+        """Close connections, if there are any. Calls in progress fail."""
         return
 
 
 class InProcessControl(Control):
-    """Calls the ``handle`` of a rank of the same process, through the same bytes."""
+    """Client of a rank in the same process. Messages are encoded as for a remote rank."""
 
     def __init__(self, handler: Handler, epoch: int) -> None:
         self._handler = handler
@@ -50,7 +54,7 @@ class InProcessControl(Control):
 
 
 class Service:
-    """What one life of a rank answers; nothing that another life was asked for."""
+    """Server of a rank's methods in one epoch. Calls for other epochs are refused."""
 
     def __init__(self, name: str, epoch: int, methods: Methods) -> None:
         self._name = name
@@ -58,7 +62,7 @@ class Service:
         self._methods = methods
 
     async def handle(self, epoch: int, method: str, payload: bytes) -> bytes:
-        """Answer one call; one that fails is answered by a packed Failure."""
+        """Handle one call. The reply to a call that fails is a packed Failure."""
         try:
             if epoch != self._epoch:
                 raise RankLost(f"epoch {epoch} was asked for, this is {self._epoch}")
@@ -81,8 +85,10 @@ class Service:
 async def call_rank(
     control: Control, method: str, message: Any, reply: type[Reply], timeout_s: float
 ) -> Reply:
-    """Call with a message, or None where the method takes none, and decode. Raises the error that
-    was answered, or RankLost when there is no answer in time."""
+    """Call a method and decode its reply. ``message`` is None for a method without payload.
+
+    Raises the error that the rank replied with, or RankLost if no reply comes within ``timeout_s``.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             data = await control.call(method, b"" if message is None else pack(message))

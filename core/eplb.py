@@ -1,9 +1,9 @@
-"""Expert balance: heavily used experts get several slots, and ranks about equally many rows.
+"""Expert balance: replicate heavily used experts and spread rows evenly over the ranks.
 
-This is the algorithm of DeepSeek's Expert Parallelism Load Balancer, written anew from its
-description (github.com/deepseek-ai/EPLB, MIT licence; the redundant experts of DeepSeek-V3,
-arXiv 2412.19437). Whatever is equally loaded is taken in order of its number, lowest first, and
-loads are compared exactly, so equal counts give equal placements and their scale does not matter.
+An implementation of DeepSeek's Expert Parallelism Load Balancer from its description
+(github.com/deepseek-ai/EPLB, MIT licence; redundant experts: arXiv 2412.19437). Ties are resolved
+by the lower number and loads are compared exactly. Equal counts therefore give equal placements,
+and the scale of counts does not matter.
 
 Legend: L MoE layers, E routed experts, G groups of experts, S slots, I items to pack. Counts are
 numbers of rows (a token counts once for each expert it is routed to), below 2**40.
@@ -24,14 +24,20 @@ def rebalance(
     num_machines: int,
     num_ranks: int,
 ) -> Placement:
-    """A placement that balances ``counts_LE``, the rows that each expert got; layers are apart.
+    """Return a placement that balances the rows of ``counts_LE``, each layer independently.
 
-    ``num_slots`` counts those of all ranks. Each machine has as many ranks as any other, in the
-    order of ranks. If the machines share the expert groups evenly (``num_groups`` is the
-    checkpoint's n_group), all replicas of a group lie on one machine (EPLB's hierarchical policy);
-    if not, and on one machine, groups do not count (its global policy).
+    If the machines can share the expert groups evenly, all replicas of a group are on one machine
+    (EPLB's hierarchical policy). Otherwise, and on one machine, groups are ignored (global policy).
 
-    Raises ValueError if ranks cannot share the slots evenly, or machines the ranks.
+    Args:
+        counts_LE: Number of rows of each expert.
+        num_slots: Slots per layer on all ranks together.
+        num_groups: The checkpoint's n_group.
+        num_machines: Number of machines. All have the same number of ranks, in the order of ranks.
+        num_ranks: Number of ranks.
+
+    Raises:
+        ValueError: The ranks cannot share the slots evenly, or the machines the ranks.
     """
     num_experts = len(counts_LE[0])
     assert all(len(counts_E) == num_experts and min(counts_E) >= 0 for counts_E in counts_LE)
@@ -56,7 +62,7 @@ def rebalance(
 def _rebalance_layer(
     counts_E: Sequence[int], num_slots: int, num_groups: int, num_machines: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """The expert of each slot, [S]; whole groups go to machines."""
+    """Return the expert of each slot, [S]. Whole groups are assigned to machines."""
     size = len(counts_E) // num_groups
     loads_G = [sum(counts_E[group * size : (group + 1) * size]) for group in range(num_groups)]
     experts_S: list[int] = []
@@ -69,7 +75,7 @@ def _rebalance_layer(
 
 
 def _fill_machine(counts_E: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """The expert of each of a machine's slots, [S]; experts count from 0 on each machine."""
+    """Return the expert of each slot of one machine, [S]; experts are numbered within it."""
     if not any(counts_E):  # Unlike EPLB, which would give all redundant slots to one expert.
         counts_E = [1] * len(counts_E)
     experts_S = replicate_experts(counts_E, num_slots)
@@ -78,10 +84,10 @@ def _fill_machine(counts_E: Sequence[int], num_slots: int, num_ranks: int) -> li
 
 
 def balanced_packing(loads_I: Sequence[int], num_packs: int) -> list[list[int]]:
-    """The items of each pack, the heaviest first; all packs get the same number of items.
+    """Return the items of each pack, the heaviest first. All packs have the same number of items.
 
-    Greedy: the heaviest item that is left goes to the lightest pack that is not full. So no two
-    packs differ by more than the heaviest item. If each takes one item, pack i takes item i.
+    Greedy: the heaviest remaining item goes to the lightest pack that is not full. Two packs
+    therefore differ by at most the heaviest item. With one item per pack, pack i gets item i.
     """
     per_pack, rest = divmod(len(loads_I), num_packs)
     assert rest == 0, (len(loads_I), num_packs)
@@ -98,10 +104,10 @@ def balanced_packing(loads_I: Sequence[int], num_packs: int) -> list[list[int]]:
 
 
 def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
-    """The expert of each slot, [S]: first all experts in order, then the redundant ones.
+    """Return the expert of each slot, [S]: all experts in order, then the redundant ones.
 
-    Each redundant slot goes to the expert that has the most rows per slot so far; no other choice
-    makes the heaviest slot lighter.
+    Each redundant slot goes to the expert with the most rows per slot so far. No other choice makes
+    the heaviest slot lighter.
     """
     experts_S = list(range(len(counts_E)))
     copies_E = [1] * len(counts_E)
@@ -116,9 +122,9 @@ def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
 
 
 def slot_loads(counts_E: Sequence[int], experts_S: Sequence[int]) -> list[int]:
-    """The load of each slot, [S], the rows of an expert spread evenly over its slots.
+    """Return the load of each slot, [S], with the rows of an expert spread evenly over its slots.
 
-    In fractions of a row that make every load a whole number, so that sums are exact.
+    The unit is a fraction of a row that makes every load an integer, so that sums are exact.
     """
     copies = Counter(experts_S)
     fractions = lcm(*copies.values())
@@ -126,13 +132,12 @@ def slot_loads(counts_E: Sequence[int], experts_S: Sequence[int]) -> list[int]:
 
 
 def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> float:
-    """How evenly ``placement`` would spread the rows of ``counts_LE`` over the ranks, in (0, 1].
+    """Return how evenly ``placement`` spreads the rows of ``counts_LE`` over the ranks, in (0, 1].
 
-    Of one layer it is the mean over ranks of the rows a rank gets, divided by the most any rank
-    gets, where the rows of an expert with several slots are spread evenly over these. Of all
-    layers it is the mean of that weighted by the layers' rows, so layers without rows do not
-    count. 1.0 is perfect balance, 1 / num_ranks is all rows on one rank. It is 1.0 if there are
-    no rows at all.
+    The ratio of a layer is the mean load of the ranks divided by the maximum load. Rows of an
+    expert with several slots are spread evenly over them. The result is the mean over layers,
+    weighted by their rows. It is 1.0 for perfect balance or no rows, and 1 / num_ranks if one rank
+    has all rows.
     """
     assert len(counts_LE) == len(placement.slot_experts)
     num = placement.slots_per_rank
@@ -145,7 +150,10 @@ def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> f
 
 
 def ratio_of_loads(loads_LR: Sequence[Sequence[int]], rows_L: Sequence[int]) -> float:
-    """As balance_ratio, of the ranks' loads (in any unit) of layers that have so many rows."""
+    """Return the ``balance_ratio`` for given loads of the ranks, in any unit.
+
+    ``rows_L`` are the weights of the layers.
+    """
     weighted = (
         rows * (sum(loads_R) / (len(loads_R) * max(loads_R)))
         for loads_R, rows in zip(loads_LR, rows_L, strict=True)

@@ -1,4 +1,4 @@
-"""What a rank answers to a gateway's heartbeat, whatever its kind."""
+"""Replies of ranks of all kinds to a gateway's heartbeats."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,15 @@ from tandem.core.progress import EngineProgress
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoad:
-    """What a rank holds now; and, by name, the ``counters`` of what it has done in this life.
+    """Resources in use on a rank, and its counters.
 
-    What only the prefix cache holds counts as free. Of its staging ``num_quarantined`` buffers
-    wait for a channel to end (kv_transfer/staging.py). ``kernels`` names what computes its steps
-    (model/kernels), and for decode steps in which form. ``rows_by_layer`` are the rows that the
-    experts of a rank of a gang have computed in each MoE layer, as of a second or two ago.
+    Attributes:
+        num_free_tokens: Free cache capacity. Pages that only the prefix cache holds count as free.
+        num_quarantined: Staging buffers that wait for a channel to end (kv_transfer/staging.py).
+        counters: Event counts of this epoch, by name.
+        kernels: Name of the kernels (model/kernels), and the execution mode of decode steps.
+        rows_by_layer: Rows computed by the rank's experts in each MoE layer, a second or two old.
+            Empty if the gang has one rank.
     """
 
     num_active_rows: int = 0
@@ -28,9 +31,13 @@ class RankLoad:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """How far a rank is, what it holds, and what waits there: ``num_waiting`` sequences for a row,
-    ``num_tokens_left`` of prompts to be computed. ``alive`` are the sequences of the asking session
-    that a decode rank still holds."""
+    """A rank's progress, load and queue.
+
+    Attributes:
+        num_waiting: Sequences that wait for a row.
+        num_tokens_left: Prompt tokens still to be computed.
+        alive: Sequences of the requesting session that a decode rank still holds.
+    """
 
     engine_progress: EngineProgress
     load: RankLoad

@@ -1,4 +1,4 @@
-"""What a server and its ranks tell of themselves."""
+"""Descriptions of a server, its model and its ranks, for users."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,16 @@ NOT_SERVING, DEGRADED = "NOT_SERVING", "DEGRADED"
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """``max_model_len`` bounds prompt and answer together; token ids are below ``vocab_size``.
+    """Description of the served model.
 
-    ``num_draft_tokens`` is ``speculation.max_depth``, 0 without a drafter. ``think_token_ids``
-    begin and end the thinking part of an answer, () if the model has none. ``has_trees``: drafts
-    of a step are more than one path. ``digest`` is equal for servers of the same checkpoint only.
+    Attributes:
+        max_model_len: Maximum number of tokens of prompt and answer together.
+        vocab_size: Upper bound (exclusive) of token ids.
+        num_draft_tokens: ``speculation.max_depth``, or 0 without a drafter.
+        think_token_ids: Tokens that start and end the thinking part of an answer, () if there are
+            none.
+        has_trees: Whether the drafts of a step are more than one path.
+        digest: Digest that only servers of the same checkpoint share.
     """
 
     name: str
@@ -34,12 +39,16 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True)
 class RankStatus(RankLoad):
-    """A rank as its latest heartbeat says. Of one that does not answer only ``alive`` False is
-    known, and the ``cause`` where the controller has one.
+    """State of a rank according to its latest heartbeat.
 
-    ``kind`` is prefill, decode or colocated; its cache has room for ``max_tokens``.
-    ``balance_ratio`` is how evenly the rows of its gang's experts are spread (core/eplb.py). It was
-    ``born`` in the epoch in which its process loaded its weights.
+    For a rank that does not respond, only ``alive`` = False and ``cause`` are set.
+
+    Attributes:
+        kind: prefill, decode or colocated.
+        max_tokens: Capacity of its cache in tokens.
+        balance_ratio: Balance of expert rows over the gang's ranks in (0, 1] (core/eplb.py).
+        cause: Reason why it does not respond, "" if the controller has none.
+        born: Epoch in which its process loaded the weights.
     """
 
     name: str
@@ -54,8 +63,11 @@ class RankStatus(RankLoad):
 
 @dataclass(frozen=True, slots=True)
 class ServerStatus:
-    """``num_running`` counts the streams open at this server. It is NOT_SERVING while no nodes are
-    left that work together, DEGRADED while not all are ready that there should be."""
+    """State of a server and its ranks.
+
+    The state is NOT_SERVING if no compatible prefill and decode nodes are left, and DEGRADED if
+    some node is not ready. ``num_running`` counts the open streams of this server.
+    """
 
     state: str
     mode: str

@@ -8,8 +8,8 @@ from typing import Any
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in ``file``, or an empty one if there is no such file.
 
-    Raises ValueError naming the file if it cannot be read, does not hold one JSON object, or has
-    two values for one key of an object.
+    Raises ValueError naming the file if it cannot be read or does not hold one JSON object. Two
+    values for one key of an object are an error too.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)

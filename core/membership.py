@@ -1,7 +1,6 @@
-"""What the cluster consists of: one versioned snapshot that everybody reads (design.md, Processes).
+"""Membership of the cluster: the versioned snapshot of gangs and ranks.
 
-The controller alone makes snapshots. Router, admission, readers of frames and warm-up keep no
-list of nodes of their own.
+Only the controller makes snapshots. Gateways keep no other list of nodes.
 """
 
 from dataclasses import dataclass, field
@@ -13,20 +12,23 @@ from tandem.core.progress import EngineProgress
 from tandem.core.schema import Failure
 
 STARTING, READY, LOST = "starting", "ready", "lost"
-"""States of a gang; only a READY one gets requests. LOST is between two lives."""
+"""States of a gang. Only a READY gang gets requests. LOST: between two epochs."""
 DRAINING = "draining"
-"""Its ranks end what they have and get nothing new."""
+"""State of a gang whose ranks finish their sequences and get no new ones."""
 DOWN = "down"
-"""No next life is tried until a gateway attaches anew."""
+"""State of a gang that is not restarted until a gateway attaches again."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSpec:
-    """One rank as it is started: everything that its process is told beside the config tree.
+    """Startup parameters of one rank, besides the configuration.
 
-    ``kind`` is prefill, decode or colocated; ``host`` is the only address that it listens on.
-    ``epoch`` is a number that no other life of a gang has; ``born`` the one that its process began
-    with, ``room`` the one for which its gang's room was taken, 0 where they are the same.
+    Attributes:
+        kind: prefill, decode or colocated.
+        epoch: Epoch of the gang. No two epochs of any gang have the same number.
+        host: The only address that the rank listens on.
+        process_epoch: Epoch in which the process started; 0: ``epoch``.
+        placement_group_epoch: Epoch for which the placement group was created; 0: ``epoch``.
     """
 
     gang: str
@@ -40,28 +42,28 @@ class RankSpec:
 
     @property
     def epoch_name(self) -> str:
-        """The name of this life of it: unique among all lives of all ranks."""
+        """Name of this rank in this epoch, unique in the cluster."""
         return f"{self.gang}.{self.epoch}.{self.rank}"
 
     @property
     def process_name(self) -> str:
-        """Of its process, which may see several lives of its gang."""
+        """Name of the rank's process, which may outlive an epoch."""
         return f"{self.gang}.{self.process_epoch or self.epoch}.{self.rank}"
 
     @property
     def label(self) -> str:
-        """What people call it."""
+        """Name of the rank in messages to users."""
         return self.gang if self.num_ranks == 1 else self.rank_name
 
     @property
     def rank_name(self) -> str:
-        """The same in all lives of the rank."""
+        """Name of the rank, the same in all epochs."""
         return f"{self.gang}.{self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """Where a rank listens, and the secret that opens it."""
+    """Address that a rank listens on, and the secret ``token`` that clients must send."""
 
     host: str
     port: int
@@ -70,8 +72,11 @@ class PortAddress:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the ranks of a gang's life come together: address of the planner, which wants the
-    ``token``, and port of the store in which they find each other's data connections."""
+    """Addresses at which the ranks of an epoch meet.
+
+    ``host``, ``port`` and ``token`` are the planner's. ``store_port`` is the port of the store in
+    which ranks publish the addresses of their data connections.
+    """
 
     host: str
     port: int
@@ -81,10 +86,16 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """A rank that is ready; fixed for its life. ``caches`` are what it has of a sequence, or wants,
-    ``max_tokens`` the room of its cache, ``fallback_reason`` what keeps it from faster kernels,
-    ``kernels`` what computes its steps, and the form of its programs if it decodes. ``tokenizer``
-    is the digest of the tokenizer in its checkpoint folder, "" without one."""
+    """Description of a ready rank, fixed for its epoch.
+
+    Attributes:
+        caches: Facts about its caches, which must match those of the other end of a hand-over.
+        max_tokens: Capacity of its cache in tokens.
+        frames: Address of its token frames; None for ranks that do not decode.
+        why_plain: Reason why it does not use faster kernels, "" if it does.
+        tokenizer: Digest of the tokenizer in its checkpoint folder, "" without one.
+        kernels: Name of its kernels and, if it decodes, the execution mode of its programs.
+    """
 
     spec: RankSpec
     caches: tuple[str, ...]
@@ -100,7 +111,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """The requests of a step; ``is_isolated``: it is one, by itself because it is suspected."""
+    """The sequences of a step.
+
+    ``is_isolated``: it has one sequence, which runs alone because it is suspected of crashing a
+    rank.
+    """
 
     identities: tuple[Identity, ...]
     is_isolated: bool
@@ -108,7 +123,7 @@ class InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """How a life of a gang ended: ``in_flight`` if a step was the cause, and then who was in it."""
+    """End of a gang's epoch. ``in_flight`` are the sequences of the step that caused it, if any."""
 
     epoch: int
     in_flight: InFlightBatch | None = None
@@ -116,18 +131,24 @@ class EpochEnd:
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """State of a rank as it reports it. A rank loads, joins its gang, and is ready once ``info`` is
-    set. ``doing`` and ``progress`` describe its start (``on_start`` in core/progress.py). It holds
-    ``num_sequences`` sequences; ``placement`` is the digest of where its gang's experts lie, if
-    that is not the plain order.
+    """State of a rank as it reports it to the controller.
 
-    ``ended`` is why its gang's life is over: process and weights are well, and it may join the
-    next. A ``failure`` is for good. ``seen`` is the largest (incarnation, epoch) it was told;
-    ``log_path`` is where its stderr goes, ``crash_journal_path`` where its steps are noted, both on
-    its machine.
+    A rank loads its weights, joins its gang, and is ready once ``info`` is set.
 
-    ``weights`` is the digest of the weights that it holds or loads, "" until they are checked.
-    ``waits`` says why it does not load: its files hold other weights than its cluster's.
+    Attributes:
+        log_path: File that its stderr goes to, on its machine.
+        max_seen: Largest (controller incarnation, epoch) that it has received.
+        progress: Progress of ``activity`` (``on_startup_progress`` in core/progress.py).
+        failure: Permanent failure of the rank.
+        crash_journal_path: File that records the sequences of its steps, on its machine.
+        num_sequences: Number of sequences that it holds.
+        placement: Digest of its gang's expert placement, "" for the default placement.
+        epoch_end_cause: Reason why the epoch ended. Process and weights are intact, and the rank
+            may
+            join the next epoch.
+        activity: Current activity of its startup.
+        weights: Digest of the weights that it holds or loads, "" until they are checked.
+        wait_reason: Reason why it does not load: its files hold other weights than its cluster's.
     """
 
     spec: RankSpec
@@ -152,9 +173,11 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows that a rank has sent to each expert of each MoE layer (rows_LE) in all its lives, the
-    MTP layer's last. ``placement`` is where the experts lie now, ``num_groups`` the checkpoint's
-    n_group."""
+    """Rows that a rank has sent to each expert of each MoE layer, in all its epochs.
+
+    The MTP layers come last. ``placement`` is the current placement, ``num_groups`` the
+    checkpoint's n_group.
+    """
 
     rows_LE: tuple[tuple[int, ...], ...]
     placement: Placement
@@ -163,10 +186,16 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class Gang:
-    """Ranks that live and die together; ``members`` are those that are ready, ``starts`` what each
-    of the others does or waits for. ``failure`` is why its last life ended, ``ended`` how;
-    ``is_given_up``: who starts it waits for it no longer, though it may be tried again. This
-    controller knows of ``num_deaths`` ends of its lives."""
+    """A group of ranks that share the experts and an epoch.
+
+    Attributes:
+        members: The ready ranks.
+        startup_notes: Current activity of each other rank.
+        failure: Error that ended its last epoch.
+        epoch_end: How its last epoch ended.
+        is_given_up: ``tandem serve`` no longer waits for it, although it may be restarted.
+        num_deaths: Number of epochs that ended, as far as this controller knows.
+    """
 
     name: str
     kind: str
@@ -181,7 +210,7 @@ class Gang:
 
     @property
     def cause(self) -> str:
-        """Why it is not ready, in a line."""
+        """Reason why the gang is not ready, in one line."""
         last = "" if self.failure is None else self.failure.text.partition("\n")[0]
         return "; ".join(
             (self.state, *self.startup_notes, *([f"it ended: {last}"] if last else []))
@@ -190,9 +219,13 @@ class Gang:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """``version`` is (incarnation of the controller, counter); later snapshots have larger ones.
-    ``config`` is the digest of the config that its gangs are started with, "" without a config.
-    ``proof_key`` is the secret with which gateways sign proofs (cluster/gateway/proofs.py)."""
+    """Snapshot of all gangs.
+
+    Attributes:
+        version: (incarnation of the controller, counter). Later snapshots have larger versions.
+        config: Digest of the configuration of its gangs, "" without a configuration.
+        proof_key: Secret with which gateways sign proofs (cluster/gateway/proofs.py).
+    """
 
     version: tuple[int, int]
     gangs: tuple[Gang, ...] = ()
@@ -200,6 +233,6 @@ class Membership:
     proof_key: bytes = field(default=b"", repr=False)
 
     def ready(self) -> list[RankInfo]:
-        """The ranks of gangs that are ready or drain."""
+        """Return the ranks of gangs that are READY or DRAINING."""
         gangs = [gang for gang in self.gangs if gang.state in (READY, DRAINING)]
         return [member for gang in gangs for member in gang.members]

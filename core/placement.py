@@ -57,8 +57,7 @@ class Placement:
         return tuple(map(tuple, slots_E))
 
     def check_integrity(self, num_experts: int) -> None:
-        """Assert that all ranks and layers have as many slots, and that each layer has every
-        expert."""
+        """Assert that ranks and layers have equal numbers of slots, and layers all experts."""
         assert self.num_ranks > 0 and self.slot_experts, self
         assert self.num_slots % self.num_ranks == 0, (self.num_slots, self.num_ranks)
         for layer, experts_S in enumerate(self.slot_experts):

@@ -1,7 +1,7 @@
-"""The nouns that cross nodes, all frozen.
+"""Requests, sampling options and sequence updates: the immutable nouns that cross nodes.
 
-A *request* is what a user sent. A *sequence* is its state on one node, and is a pure
-function of (request, output token ids): so ``prompt_ids`` and ``output_ids`` stay apart.
+A *request* is the input of one user call. A *sequence* is its state on one node, a pure function of
+(request, output token ids). For this reason ``prompt_ids`` and ``output_ids`` stay separate.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from tandem.core.schema import Failure
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""
 PREEMPTED = "preempted"
-"""A decode rank gave a sequence up for others; it goes on from what it has emitted. Users never
-see this reason."""
+"""Internal finish reason: a decode rank preempted the sequence, which resumes from its emitted
+tokens. Users never see it."""
 
 STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
 REJECTION, REJECTION_GREEDY, TYPICAL = "rejection", "rejection_greedy", "typical"
 ACCEPTANCES = (STRICT, RELAXED, REJECTION, RELAXED_LOG_PROBS, REJECTION_GREEDY, TYPICAL)
-"""The kinds of acceptance, spelled and in order as on the wire, but for case and prefix."""
+"""Acceptance rules, in the order and, except for case and prefix, the spelling of the wire."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBias:
-    """``bias`` is added to the logit of ``token_id``."""
+    """A bias that is added to the logit of ``token_id``."""
 
     token_id: int
     bias: float
@@ -34,14 +34,19 @@ class TokenBias:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when they end.
+    """Options for how tokens are chosen and when an answer ends.
 
-    temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 are off. ``seed`` None is
-    replaced by a random one at admission. ``max_tokens`` counts every emitted token; no
-    answer ends before ``min_tokens``. Special tokens have no text unless ``skip_special_tokens``
-    is False. ``logprobs`` is how many of the likeliest tokens to tell
-    at each place besides the token itself, None for no log probabilities at all.
-    ``n`` answers: only the gateway sees more than one.
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        seed: None is replaced by a random seed at admission.
+        min_tokens: Minimum number of tokens before an answer may end.
+        max_tokens: Maximum number of emitted tokens.
+        logprobs: Number of most likely tokens reported per position; None: no log probabilities.
+        n: Number of answers. Only the gateway sees more than one.
+        skip_special_tokens: Whether special tokens have no text.
     """
 
     temperature: float = 0.0
@@ -71,12 +76,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """``max_drafts`` None means the server's ``speculation.max_depth``; 0 turns it off.
+    """Options for drafting and for the acceptance of drafts.
 
-    ``acceptance`` names the rule that drafts are judged by. The relaxed ones accept, while the
-    model thinks, a draft among the ``relaxed_top_n`` likeliest tokens that is at most
-    ``relaxed_delta`` less likely than the best. Typical acceptance takes a draft more probable than
-    ``typical_epsilon``, or than ``typical_alpha`` * exp(-entropy).
+    The relaxed rules apply while the model thinks. They accept a draft among the ``relaxed_top_n``
+    most likely tokens that is at most ``relaxed_delta`` less likely than the best one. Typical
+    acceptance takes a draft whose probability exceeds ``typical_epsilon`` or ``typical_alpha`` *
+    exp(-entropy).
+
+    Attributes:
+        max_drafts: Maximum draft depth; None: the server's ``speculation.max_depth``; 0: no
+            drafting.
+        acceptance: Name of the acceptance rule.
     """
 
     max_drafts: int | None = None
@@ -89,11 +99,13 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``output_ids`` are tokens already emitted elsewhere (resume); empty at first.
+    """A request of a user, as the ranks receive it.
 
-    The answer ``is_resumed`` if this cluster knows that it has emitted tokens of it: its gateway
-    did, or its client has a proof. It goes ahead of fresh requests. Whether there are
-    ``output_ids`` does not matter, because a client can claim any.
+    Attributes:
+        output_ids: Tokens already emitted elsewhere (resume); empty for a new request.
+        is_resumed: Whether this cluster knows that it has emitted tokens of the answer: its gateway
+            emitted them, or the client has a proof. Such a request goes ahead of new ones. A client
+            can claim any ``output_ids``, so these do not matter.
     """
 
     request_id: str
@@ -106,13 +118,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class RawRequest:
-    """A request as a entrypoint took it: the types are right, no value has been looked at.
+    """A request as an entrypoint received it: types are correct, values are not validated.
 
-    ``prompt`` is text or token ids, ``resume_token_ids`` will be ``output_ids``; both may be views
-    of what the entrypoint owns. ``resume_model`` is the digest of the model that wrote them, "" if
-    it is not known. ``resume_proof`` is the proof from their stream, "" for none. A ``request_id``
-    of "" is to be made up. What the entrypoint was not given, or as a 0 that stands for the
-    default, is the default.
+    Options that are missing, or 0 where 0 stands for the default, have their default.
+
+    Attributes:
+        prompt: Text or token ids; may be a view of memory of the entrypoint.
+        request_id: "" if the gateway is to generate one.
+        resume_token_ids: The later ``output_ids``; may be a view too.
+        resume_model: Digest of the model that wrote them, "" if unknown.
+        resume_proof: Proof from their stream, "" for none.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -126,9 +141,14 @@ class RawRequest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """What one step gave one sequence. ``finish_reason`` None while it goes on; ``counts`` come
-    with the last update, with each where a stop string may end the answer elsewhere. ``failure``
-    comes with the reason ERROR."""
+    """Result of one step for one sequence.
+
+    Attributes:
+        finish_reason: None while the sequence continues.
+        failure: Set with the finish reason ERROR.
+        counts: Sent with the last update; with every update if a stop string may end the answer
+            at the gateway.
+    """
 
     identity: Identity
     token_ids: tuple[int, ...]
@@ -140,7 +160,7 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """What one step gave the sequences of one session; ``beat`` answers a heartbeat."""
+    """Updates of one step for all sequences of a session. ``heartbeat`` replies to a heartbeat."""
 
     updates: tuple[SequenceUpdate, ...] = ()
     heartbeat: Heartbeat | None = None

@@ -1,4 +1,4 @@
-"""Asyncio tasks that outlive the call that started them, but not their owner."""
+"""Asyncio tasks that may outlive their caller but not their owner, and helpers for threads."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """Keeps every task until it ends. ``finish`` leaves none behind."""
+    """A set that keeps every task until it ends. After ``finish`` none is left."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -32,11 +32,11 @@ class Tasks:
         return task
 
     async def run_detached(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Await ``work``; cancelling the waiter leaves it running to its end."""
+        """Await ``work``. If the caller is cancelled, ``work`` continues to its end."""
         return await asyncio.shield(self.start(work))
 
     async def finish(self) -> None:
-        """Wait until all have ended, whatever their results."""
+        """Wait until all tasks have ended, whatever their results."""
         while self._tasks:
             await asyncio.wait(list(self._tasks))
 
@@ -44,14 +44,14 @@ class Tasks:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if isinstance(error, TandemError):
-            # Whoever awaits the task has it too; where nobody does, this is its only trace.
+            # A caller that awaits the task gets the error too. Otherwise this is its only trace.
             log.info("a background task failed: %s", error)
         elif error is not None:
             log.error("a background task failed", exc_info=error)
 
 
 async def run_periodically(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
-    """Do ``work`` every so often until cancelled; one turn that fails is logged, the next comes."""
+    """Run ``work`` every ``every_s`` seconds until cancelled. Errors are logged."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -61,14 +61,18 @@ async def run_periodically(every_s: float, work: Callable[[], Awaitable[None]]) 
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel these, and return when they have ended, whatever their results."""
+    """Cancel ``tasks`` and wait until they have ended, whatever their results."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def poll_until(condition: Callable[[], Result], within_s: float, every_s: float) -> Result:
-    """What it gives once that is true, asked every ``every_s`` seconds, or after ``within_s``."""
+    """Poll ``condition`` until it is truthy or ``within_s`` seconds have passed; return its last
+    value.
+
+    The pause between two polls is ``every_s`` seconds.
+    """
     ends_at = asyncio.get_running_loop().time() + within_s
     while not (found := condition()) and asyncio.get_running_loop().time() < ends_at:
         await asyncio.sleep(every_s)
@@ -76,7 +80,7 @@ async def poll_until(condition: Callable[[], Result], within_s: float, every_s: 
 
 
 def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> None:
-    """Tell whoever waits, unless nobody does any more."""
+    """Set the result or error of ``future``, unless it is already done."""
     if future.done():
         return
     if isinstance(result, Exception):
@@ -86,12 +90,12 @@ def resolve(future: "asyncio.Future[Result]", result: Result | Exception) -> Non
 
 
 async def run_in_thread(function: Callable[[], Result]) -> Result:
-    """Run what blocks for long on a thread of its own, so that it starves nobody's executor."""
+    """Run a long blocking function on a new thread, so that it occupies no shared executor."""
     return await asyncio.wrap_future(start_in_thread(function))
 
 
 def start_in_thread(function: Callable[[], Result]) -> "Future[Result]":
-    """The result of what runs on a thread of its own; waiters cannot cancel it."""
+    """Run ``function`` on a new thread; return a future that waiters cannot cancel."""
     future: Future[Result] = uncancellable_future()
     threading.Thread(
         target=resolve_by_calling, args=(future, function), name="blocking", daemon=True
@@ -100,14 +104,14 @@ def start_in_thread(function: Callable[[], Result]) -> "Future[Result]":
 
 
 def uncancellable_future() -> "Future[Any]":
-    """A future that its waiters cannot cancel: who made it alone resolves it."""
+    """Return a future that waiters cannot cancel. Only its creator may resolve it."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def resolve_by_calling(future: "Future[Result]", function: Callable[[], Result]) -> None:
-    """Resolve it with what ``function`` returns or raises."""
+    """Resolve ``future`` with the result or error of ``function``."""
     try:
         future.set_result(function())
     except BaseException as error:

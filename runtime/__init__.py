@@ -1,1 +1,1 @@
-"""Layer 1: what every rank has, whatever it computes: engine thread, frames, actor shell."""
+"""Layer 1: parts that all ranks have in common: engine thread, frames, actor shell."""

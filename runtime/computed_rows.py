@@ -1,4 +1,4 @@
-"""Rows that the experts of a rank have computed, for its heartbeats."""
+"""Numbers of rows that a rank's experts have computed, for its heartbeats."""
 
 import time
 
@@ -6,15 +6,15 @@ from tandem.model.network.dispatch.base import Dispatch
 from tandem.runtime.engine_loop import EngineLoop
 
 ROWS_S = 1.0
-"""Minimum time between two readings of the counts, for which the engine thread waits for the
-device."""
+"""Minimum seconds between two readings of the counts. For each reading the engine thread waits for
+the device."""
 
 
 class ComputedRows:
-    """The counts as the engine thread last read them.
+    """The counts at their last reading on the engine thread.
 
-    However many heartbeats are sent, one reading at a time is posted to the engine thread, and the
-    next one ROWS_S after it.
+    However many heartbeats arrive, at most one reading is posted to the engine thread at a time.
+    The next one follows after at least ROWS_S.
     """
 
     def __init__(self, loop: EngineLoop, dispatch: Dispatch) -> None:
@@ -23,7 +23,7 @@ class ComputedRows:
         self._next_at = 0.0
 
     def latest(self) -> tuple[int, ...]:
-        """Return rows by MoE layer without waiting, () for a rank that holds all experts itself."""
+        """Return rows per MoE layer without waiting; () if the rank holds all experts itself."""
         if self._dispatch.placement is not None and time.monotonic() >= self._next_at:
             self._next_at = float("inf")
             self._loop.post(self._read)

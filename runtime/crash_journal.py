@@ -1,6 +1,6 @@
-"""Who is in a rank's step, kept where it outlives the process: a small mapped file.
+"""Journal of the sequences in a rank's step, in a small mapped file that outlives the process.
 
-Whoever buries a rank reads it, and learns which requests may have killed it (design.md, Poison).
+The controller reads it after a rank has died, to learn which requests may have crashed the rank.
 """
 
 import mmap
@@ -18,11 +18,12 @@ _NUM_BYTES = 1 << 20
 _LENGTH = struct.Struct("!I")
 _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 MAX_RECORDED = 1024
-"""Sequences of a step that are noted: with the longest request ids, a little over half of a box."""
+"""Maximum number of recorded sequences. With the longest request ids they fill a little over half
+of the file."""
 
 
 class CrashJournal:
-    """Owned by the engine thread. Without a ``path`` nothing is kept."""
+    """Journal of one rank. Owned by the engine thread. Without a ``path`` nothing is recorded."""
 
     def __init__(self, path: str = "") -> None:
         self._in_flight: dict[str, InFlightBatch] = {}
@@ -31,16 +32,22 @@ class CrashJournal:
         self._map: mmap.mmap | None = None
         self.path = path
         if path:
-            Path(path).unlink(missing_ok=True)  # of an earlier life of this process
+            Path(path).unlink(missing_ok=True)  # left by an earlier epoch of this process
             with open(os.open(path, _NEW, 0o600), "rb+") as file:
-                os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)  # or a full disk is a SIGBUS later
+                os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)  # a full disk fails here
                 self._map = mmap.mmap(file.fileno(), _NUM_BYTES)
 
     def record_in_flight(
         self, engine: str, identities: Iterable[Identity], is_isolated: bool = False
     ) -> None:
-        """These are in the steps that ``engine`` has launched and not read; none of them: it has
-        none. ``is_isolated``: the one that is in it is there by itself because it is suspected."""
+        """Record the sequences of the steps that ``engine`` has launched but not yet read.
+
+        Args:
+            engine: Name of the engine.
+            identities: The sequences; empty if no step is in flight.
+            is_isolated: Whether the only sequence runs alone because it is suspected of crashing a
+                rank.
+        """
         now = InFlightBatch(tuple(identities), is_isolated)
         if self._in_flight.get(engine) == now:
             return
@@ -49,8 +56,10 @@ class CrashJournal:
             self._write(self._map)
 
     def _write(self, target: mmap.mmap) -> None:
-        """The length is written last: a file is whole or empty. The same rows step after step cost
-        their length alone."""
+        """Write the journal, its length last, so that the file is always complete or empty.
+
+        If the sequences are unchanged since the last record, only the length is written.
+        """
         steps = [step for step in self._in_flight.values() if step.identities]
         everyone = tuple(identity for step in steps for identity in step.identities)[:MAX_RECORDED]
         now = InFlightBatch(everyone, len(everyone) == 1 and steps[0].is_isolated)
@@ -63,14 +72,17 @@ class CrashJournal:
         target[: _LENGTH.size] = _LENGTH.pack(self._num_bytes if everyone else 0)
 
     def close(self) -> None:
-        """The rank ends in order: nothing is to be learnt."""
+        """Delete the file. Called when the rank ends in order."""
         if self._map is not None:
             Path(self.path).unlink(missing_ok=True)
 
 
 def read_crash_journal(path: str) -> InFlightBatch | None:
-    """Return the sequences in the step of a process that has died; None if there were none, or if
-    no box of this user is there: whoever replaces a box would choose what counts as poison."""
+    """Return the sequences in the step of a process that has died, None if there were none.
+
+    Also returns None for a file that another user could have written. Such a user could choose
+    which requests count as poison.
+    """
     data = read_private_file(Path(path)) if path else None
     if data is None:
         return None

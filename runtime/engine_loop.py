@@ -1,7 +1,7 @@
-"""The one thread that owns a rank's tensors, and the mailbox through which others reach it.
+"""The engine thread, which owns a rank's tensors, and the mailbox through which others reach it.
 
-Page tables, caches and row state are touched by this thread alone. Everything else posts a
-function and awaits its result, so no lock guards tensor state.
+Only this thread touches page tables, caches and row state. Other threads post a function and await
+its result, so no lock guards tensor state.
 """
 
 import asyncio
@@ -20,33 +20,35 @@ from tandem.runtime.crash_journal import CrashJournal
 from tandem.runtime.stall_detector import StallDetector
 
 MAX_FAILED_STEPS = 4
-"""In a row: after one more it is the engine that is broken, not what it was given."""
+"""Consecutive failed steps that are tolerated. One more means that the engine itself is broken."""
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
 class SteppableEngine(Protocol):
-    """An engine as its loop sees it."""
+    """Interface of an engine that an EngineLoop runs."""
 
     def has_work(self) -> bool: ...
 
     def step(self) -> None: ...
 
     def fail(self, error: Exception) -> None:
-        """Its step raised this: end what was in it, and be ready for another one."""
+        """Handle the ``error`` of a step: end the step's sequences and prepare for another step."""
 
     def close(self) -> None:
-        """No step will follow: let go of programs."""
+        """Release compiled programs. Called after the last step."""
 
 
 class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
-    A step that raises fails what was in it; one whose error leaves the state in doubt (is_fatal),
-    or tells that the gang's epoch is over, ends the loop: ``failure`` holds it, later calls raise
-    RankLost, and everyone who asked with ``on_failure`` is told once, on the engine thread. Posted
-    functions that raise fail only their own future. ``watch`` tells how far the thread is, ``box``
-    is where engines note whom they compute.
+    If a step raises, its engine ends the sequences of that step. An error that leaves the state in
+    doubt (``is_fatal``), or means that the gang's epoch is over, ends the loop instead. Then
+    ``failure`` holds the error and later calls raise RankLost. Each ``on_failure`` callback is
+    called once, on the engine thread. An error of a posted function only fails its own future.
+
+    ``stall_detector`` measures the progress of the thread. Engines record the sequences of their
+    steps in ``crash_journal``.
     """
 
     def __init__(
@@ -75,7 +77,8 @@ class EngineLoop:
         self._on_failure.append(callback)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call it on the engine thread when that ends, in order or not, after its engines have."""
+        """Register a callback for the engine thread to call when it ends, after its engines have
+        closed."""
         self._on_end.append(callback)
 
     def start(self) -> None:
@@ -83,7 +86,7 @@ class EngineLoop:
 
     @property
     def has_engines(self) -> bool:
-        """That have not ended."""
+        """Whether some engine has not been closed."""
         return bool(self._engines)
 
     @property
@@ -91,7 +94,7 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Run what was posted before, then end the thread."""
+        """Run the functions posted so far, then end the thread."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -99,7 +102,7 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` on the engine thread between two steps."""
+        """Run ``function`` on the engine thread between two steps. Any thread."""
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping or self.failure is not None:
@@ -110,12 +113,12 @@ class EngineLoop:
         return future
 
     def wake(self) -> None:
-        """An engine may have got work; any thread."""
+        """Wake the thread because an engine may have work. Any thread."""
         with self._wake:
             self._wake.notify()
 
     def fail(self, error: Exception) -> None:
-        """Something beside the steps is broken for good: end with this failure. Any thread."""
+        """End the loop with ``error``, a permanent failure outside of the steps. Any thread."""
         self.failure = error
         self.stop(0.0)
 
@@ -137,7 +140,7 @@ class EngineLoop:
                 log.warning("the engine has stopped: %s", error)
             else:
                 log.exception("the engine has stopped")
-            with self._wake:  # whoever posts later is refused, whoever did before is drained
+            with self._wake:  # later posts are refused, earlier ones drained
                 self.failure = error
             for callback in self._on_failure:
                 callback(error)
@@ -149,7 +152,7 @@ class EngineLoop:
             self._run_posts()
 
     def _end(self, end: Callable[[], None]) -> None:
-        """What fails here keeps nobody else from letting go."""
+        """Call ``end``. An error is logged, so that the remaining cleanup still runs."""
         try:
             end()
         except Exception:
@@ -172,7 +175,7 @@ class EngineLoop:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
             if self.failure is not None:
-                self.crash_journal.close()  # whoever is in a step is not to blame
+                self.crash_journal.close()  # the sequences of the step are not to blame
                 raise self.failure
             return not self._stopping
 
@@ -184,12 +187,16 @@ class EngineLoop:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Whether nothing can be trusted after it: a broken invariant of ours, or a lost device. Want
-    of memory and bad input are not."""
+    """Return whether no state can be trusted after ``error``: a broken invariant or a lost device.
+
+    A lack of memory and invalid input are not fatal.
+    """
     return isinstance(error, AssertionError) or is_device_lost(error)
 
 
 def is_device_lost(error: Exception) -> bool:
-    """Whether it answers nothing any more. A program that cannot be captured is not that, though
-    torch's own text of it begins as if it were."""
+    """Return whether ``error`` means that the device no longer responds.
+
+    CaptureError does not, although its text also contains "CUDA error".
+    """
     return "CUDA error" in str(error) and not isinstance(error, CaptureError)

@@ -1,8 +1,9 @@
-"""A decode rank's frames over a socket of their own (net/framing.py), no pickle.
+"""Token frames of a decode rank, sent over a separate socket (net/framing.py) without pickle.
 
-The reader greets with a token that it was told over control and with its session; the server
-answers with an empty frame once the reader is subscribed, so that none of a later call is missed.
-From then on each empty frame of the reader is a heartbeat, answered by one that holds a Beat.
+The reader greets with a token, which it received over control, and with its session. The server
+replies with an empty frame once the reader is subscribed, so that the reader misses no frame of its
+later calls. Each further empty frame from the reader is a heartbeat. The reply to it is a frame
+that holds a Heartbeat.
 """
 
 import asyncio
@@ -22,26 +23,27 @@ from tandem.net.listener import EMPTY_FRAME, Listener
 log = logging.getLogger(__name__)
 
 Frame = bytes | BaseException
-"""A packed TokenFrame, or what ended the engine that made them."""
+"""A packed TokenFrame, or the error that ended the engine."""
 
 
 class Publisher(Protocol):
-    """What makes the frames: a decode node."""
+    """Source of the frames: a decode node."""
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        """Call ``reader`` with every frame of ``session`` from now on; returns what ends that."""
+        """Call ``reader`` with every new frame of ``session``. Returns a function that ends this."""
 
     def on_heartbeat(self, session: int) -> None:
-        """A heartbeat of ``session`` has come."""
+        """Handle a heartbeat of ``session``."""
 
 
 MAX_UNREAD_BYTES = 64 << 20
-"""A reader further behind is cut off, or a node's memory would fill; no frame is longer."""
+"""Maximum unread bytes per reader, above which the reader is disconnected to bound the node's
+memory. Also the maximum length of a frame."""
 _SESSION = struct.Struct("!Q")
 
 
 class FrameServer(Listener):
-    """Sends a session its frames when it greets with the token. Owned by one loop."""
+    """Sends frames to each session that greets with the token. Owned by one event loop."""
 
     def __init__(self, host: str, publisher: Publisher) -> None:
         super().__init__(host, _SESSION.size, self._send)
@@ -50,7 +52,7 @@ class FrameServer(Listener):
     async def _send(
         self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Send frames and hear heartbeats until the reader hangs up."""
+        """Send frames and receive heartbeats until the reader disconnects."""
         [session] = _SESSION.unpack(greeting)
 
         def send(frame: Frame) -> None:
@@ -74,22 +76,24 @@ class FrameServer(Listener):
 
 @dataclass(frozen=True, slots=True)
 class FrameStream:
-    """An open connection to a FrameServer; made by ``connect``."""
+    """An open connection to a FrameServer; created by ``connect``."""
 
     name: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat; its answer comes among the frames."""
+        """Send a heartbeat. The reply is one of the frames."""
         self.writer.write(EMPTY_FRAME)
 
     def close(self) -> None:
         self.writer.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Packed TokenFrames. Raises RankDied when the engine or, by its silence, the node has
-        ended, and closes the connection then."""
+        """Yield packed TokenFrames.
+
+        Raises RankDied, and closes the connection, if the engine ended or the connection is lost.
+        """
         try:
             frames = iter_frames(self.reader, MAX_UNREAD_BYTES)
             async for frame in frames:
@@ -106,6 +110,6 @@ class FrameStream:
 async def connect(name: str, address: PortAddress, session: int) -> FrameStream:
     """Subscribe to the frames that the rank ``name`` has for ``session``.
 
-    Raises RankLost if it does not answer.
+    Raises RankLost if the rank does not answer.
     """
     return FrameStream(name, *await listener.connect(name, address, _SESSION.pack(session)))

@@ -1,5 +1,6 @@
-"""How the ranks of a gang agree on a step: each makes a proposal, one planner answers all of them
-with one plan, and what a rank then launches derives from the plan alone (design.md, Parallelism).
+"""Agreement of a gang's ranks on each step: all ranks propose, one planner answers with one plan.
+
+A rank derives everything that it launches from the plan alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,39 +14,54 @@ Proposal = TypeVar("Proposal")
 ProposalIn = TypeVar("ProposalIn", contravariant=True)
 Key = TypeVar("Key")
 Decide = Callable[[Sequence[Proposal]], Key | None]
-"""The step that suits all ranks' proposals, in the order of ranks; None if none has work. The
-planner alone calls it."""
+"""Function that chooses the step for the proposals of all ranks, in the order of ranks.
+
+Returns None if no rank has work. Only the planner calls it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Generic[Key]):
-    """Step ``step`` of a gang's life; ``key`` fixes every shape that ranks share. Without one no
-    rank has work, and none launches."""
+    """Plan of one step.
+
+    Attributes:
+        step: Number of the step within the epoch.
+        key: Key that fixes every shape that ranks share; None if no rank has work and none
+            launches.
+    """
 
     step: int
     key: Key | None
 
 
 class Planner(Protocol[ProposalIn, Key]):
-    """``is_poll``: other ranks want a step, so this one has to propose, work or no work."""
+    """Source of a rank's plans.
+
+    ``is_step_requested``: other ranks want a step, so this rank has to propose, even without work.
+    """
 
     @property
     def is_step_requested(self) -> bool: ...
 
     def plan(self, proposal: ProposalIn) -> Plan[Key]:
-        """The gang's next step, for a rank that proposes this; waits for the other ranks. Raises
-        EpochEnded when there is no next one."""
+        """Return the gang's next step, given this rank's proposal. Waits for the other ranks.
+
+        Raises EpochEnded if there is no next step.
+        """
 
     def collective_section(self) -> AbstractContextManager[None]:
-        """Around the part of a step that all ranks compute together."""
+        """Return a context for the part of a step that all ranks compute together."""
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
-        """Around the host's waits for what ranks compute together. It takes no longer than other
-        ranks are waited for, and raises EpochEnded if its collectives were aborted meanwhile."""
+        """Return a context for the host's waits for results that ranks compute together.
+
+        Waits are bounded by the timeout for other ranks. Raises EpochEnded if the collectives were
+        aborted during the wait.
+        """
 
 
 class LocalPlanner(Generic[Proposal, Key]):
-    """Of a gang of one rank: what all propose is what this one does."""
+    """Planner of a gang of one rank: the rank's own proposal decides."""
 
     is_step_requested = False
 
@@ -65,8 +81,11 @@ class LocalPlanner(Generic[Proposal, Key]):
 
 
 class Lockstep:
-    """One rank's place in one life of its gang. Here it is alone and ``collectives`` are None; that
-    of a rank among others is runtime/gang/gang_lockstep.py."""
+    """Membership of one rank in one epoch of its gang.
+
+    This class is for a gang of one rank, whose ``collectives`` are None. For several ranks see
+    runtime/gang/gang_lockstep.py.
+    """
 
     collectives: CollectiveGroup | None = None
 
@@ -76,9 +95,14 @@ class Lockstep:
         schema: tuple[type[Proposal], type[Key]],
         on_step_requested: Callable[[], None],
     ) -> Planner[Proposal, Key]:
-        """Called once, before the engine's first step. ``schema`` are the classes of proposals and
-        keys; ``on_step_requested`` is called on any thread when ``is_poll`` has become true."""
+        """Return the planner. Called once, before the engine's first step.
+
+        Args:
+            decide: Chooses the step; used by the planner on rank 0.
+            schema: Classes of proposals and keys.
+            on_step_requested: Called on any thread when ``is_step_requested`` has become true.
+        """
         return LocalPlanner(decide)
 
     def close(self) -> None:
-        """Leave, which ends this life for every rank."""
+        """Leave the gang, which ends this epoch for every rank."""

@@ -1,4 +1,4 @@
-"""What a rank is made of, whatever it computes, and what it tells of itself."""
+"""Assembly of a rank from its parts, and the rank's description of itself."""
 
 import asyncio
 import time
@@ -30,9 +30,12 @@ from tandem.runtime.lockstep import Lockstep
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """``loop`` is not started; pages and caches belong to its thread, ``lockstep`` to whoever
-    ends this life of the rank. ``counters`` are told in statuses by their names: who counts
-    something adds to one, always on the same thread."""
+    """The parts that a rank of any kind is built from.
+
+    ``loop`` has not started. Its thread owns the pages and caches. The code that ends this epoch of
+    the rank owns ``lockstep``. ``counters`` appear in the rank's status by name. Each counter is
+    always incremented on the same thread.
+    """
 
     spec: RankSpec
     config: TandemConfig
@@ -45,11 +48,11 @@ class RankParts:
 
     @property
     def draft_shapes(self) -> DraftShapes:
-        """How much its steps can draft."""
+        """Shapes of drafts that the rank's steps can have."""
         return self.loaded.drafter.draft_shapes(self.config.speculation.max_depth)
 
     def transfer_caches(self) -> transfer.PagedCaches:
-        """The same memory as the hand-over sees it."""
+        """Return the caches as the KV transfer sees them; the memory is shared."""
         loaded, asked = self.loaded, self.config.speculation
         num_features = loaded.drafter.num_handover_features if asked.handover_hidden else 0
         what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
@@ -57,14 +60,14 @@ class RankParts:
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
     def transfer_endpoint(self) -> TransferEndpoint:
-        """An end of hand-overs of this memory, on the rank's own address."""
+        """Create the KV transfer endpoint of these caches, at the rank's address."""
         channel_factory = channel_factory_from_config(self.config, self.spec.kind, self.spec.host)
         return TransferEndpoint(
             self.transfer_caches(), self.loop, channel_factory, self.config.kv_transfer
         )
 
     def info(self) -> RankInfo:
-        """What this rank tells the cluster about itself."""
+        """Return the rank's description for the cluster."""
         config, loaded = self.config, self.loaded
         form = "" if self.spec.kind == PREFILL else f", {loaded.exec_mode}"
         return RankInfo(
@@ -94,7 +97,7 @@ class RankParts:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel:
-    """What a rank keeps from one life of its gang to the next: its weights and its caches."""
+    """Weights and caches, which a rank keeps from one epoch of its gang to the next."""
 
     config: TandemConfig
     loaded: LoadedModel
@@ -108,8 +111,11 @@ def load_resident_model(
     placement: Placement | None = None,
     check_digest: Callable[[str], None] = lambda digest: None,
 ) -> ResidentModel:
-    """Read the rank's part of the checkpoint and allocate its pages. Blocks; raises ValueError for
-    the user's mistakes, and what ``check_digest`` raises (see ``load_model``)."""
+    """Read the rank's part of the checkpoint and allocate its pages. Blocks.
+
+    Raises ValueError for mistakes of the user, and the errors of ``check_digest`` (see
+    ``load_model``).
+    """
     loaded = load_model(config, spec.kind, spec.rank, placement, check_digest)
     page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
     num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
@@ -127,17 +133,25 @@ async def start_rank(
     crash_journal_path: str = "",
     **build_options: Any,
 ) -> Any:
-    """Begin a life: join the gang at its ``meeting``, if it has one, and start what
-    ``build(parts, **links)`` of the module ``builder`` makes of the parts; its steps are noted at
-    ``crash_journal_path``. ``hub`` is rank 0's, which whoever gave it closes if this fails.
+    """Start an epoch: join the gang, if the rank has one, and build and start the rank.
 
-    Raises ValueError for the user's mistakes, EpochEnded if the gang does not come together.
+    Args:
+        builder: Module whose ``build(parts, **build_options)`` creates the rank.
+        spec: The rank in this epoch.
+        resident_model: Weights and caches.
+        rendezvous: Where the ranks of the gang meet; None for a gang of one rank.
+        planner_server: Rank 0's planner. The caller closes it if this call fails.
+        crash_journal_path: File that records the sequences of each step, "" for none.
+
+    Raises:
+        ValueError: A mistake of the user.
+        EpochEnded: The ranks of the gang do not meet.
     """
     module = await asyncio.to_thread(import_module, builder)
     config, loaded = resident_model.config, resident_model.loaded
     pool = PagePool(resident_model.num_pages, config.kv.page_size)
     crash_journal, compile_s = CrashJournal(crash_journal_path), loaded.kernels.compile_s
-    # Who compiles kernels is not stuck.
+    # A rank that is compiling kernels does not count as stalled.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
     loop = EngineLoop(
         f"engine-{spec.rank_name}", crash_journal, config.control.stall_timeout_s, clock
@@ -162,7 +176,7 @@ async def start_rank(
 
 
 def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
-    """A graph that holds collectives may not outlive their group."""
+    """Close ``lockstep``. A graph with collectives must not outlive their group."""
     try:
         assert not loop.has_engines, "programs may outlive their gang's life"
     finally:

@@ -1,4 +1,4 @@
-"""What every rank's actor is: a shell around a rank, bytes in and bytes out, no Ray in it."""
+"""Base class of the ranks' actors: a shell around a rank, bytes in and bytes out, without Ray."""
 
 import asyncio
 import faulthandler
@@ -25,17 +25,17 @@ from tandem.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
 WEIGHTS_POLL_S = 5.0
-"""Pause before a rank that found other weights than its cluster's looks at its files again."""
+"""Seconds before a rank whose files hold other weights than its cluster's checks them again."""
 
 
 class Rank(Protocol):
-    """A running rank as its shell sees it."""
+    """Interface of a running rank."""
 
     loop: EngineLoop
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that wait, run, or are leased."""
+        """Number of sequences that wait, run, or are leased."""
 
     @property
     def info(self) -> RankInfo: ...
@@ -46,11 +46,11 @@ class Rank(Protocol):
 
 
 class RankActor:
-    """Answers from its first moment on, also while the rank is being built.
+    """Shell of a rank. It answers calls while the rank is still being built.
 
-    ``builder`` is the module whose ``build(parts, **links)`` makes the rank; it is imported only
-    then, so that whoever creates the actor needs no torch. Of a gang of several ranks one process
-    sees many lives: the weights stay, everything else begins anew.
+    ``builder`` is the module whose ``build(parts, **build_options)`` creates the rank. The module
+    is imported only then, so that a process that creates actors does not need torch. The process of
+    a rank in a larger gang serves many epochs: it keeps the weights and rebuilds the rest.
     """
 
     builder: str
@@ -68,11 +68,11 @@ class RankActor:
         self._cluster_weights = ""
         self._weights = ""
         self._wait_reason = ""
-        faulthandler.enable()  # its last words say whether a step killed it
+        faulthandler.enable()  # its traceback shows whether a step crashed the process
         max_seen, log_path = (0, self._spec.epoch), _stderr_path()
         folder = os.path.dirname(log_path) or tempfile.gettempdir()
         journal_path = (
-            f"{folder}/{self._spec.process_name}.{secrets.token_hex(16)}.box"  # none can foresee it
+            f"{folder}/{self._spec.process_name}.{secrets.token_hex(16)}.box"  # unpredictable
         )
         digest = self._placement.digest if self._placement else ""
         self._state = RankState(
@@ -87,7 +87,8 @@ class RankActor:
         self._leaving = asyncio.Lock()
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
-        """Load what a rank keeps while its gang restarts (``Memory`` in runtime/parts.py)."""
+        """Load the ``ResidentModel`` (runtime/parts.py), which the rank keeps while its gang
+        restarts."""
         on_startup_progress.set(self._on_start)
         parts = await asyncio.to_thread(import_module, "tandem.runtime.parts")
         return await asyncio.to_thread(
@@ -108,14 +109,14 @@ class RankActor:
         return await parts.start_rank(self.builder, *given, **self.build_options)
 
     async def open_rendezvous(self) -> bytes:
-        """Rank 0 opens a life of its gang: the packed Meeting that its ranks are to join."""
+        """Start the planner of a new epoch on rank 0; return the packed Rendezvous for all ranks."""
         await self.leave()
         planner_server = import_module("tandem.runtime.gang.planner_server")
         self._planner_server = planner_server.PlannerServer(self._spec.num_ranks, self._spec.host)
         return pack(self._planner_server.rendezvous)
 
     async def join(self, spec: bytes, rendezvous: bytes) -> None:
-        """Begin to live as ``spec`` says; ``who`` tells when the rank is ready."""
+        """Start to join the epoch of ``spec``. ``get_state`` reports when the rank is ready."""
         if self._state.is_joined or self._rank is not None:
             await self.leave()
         told, where = unpack(RankSpec, spec), unpack(Rendezvous, rendezvous)
@@ -127,9 +128,12 @@ class RankActor:
         self._joining = asyncio.create_task(self._join(where))
 
     async def leave(self) -> None:
-        """Void rows, leases and channels; process and weights stay. Returns when nothing of this
-        life runs any more, and raises RankLost if that cannot be brought about."""
-        async with self._leaving:  # a controller may die over it, and the next one ask for it too
+        """Leave the epoch: void rows, leases and channels; keep process and weights.
+
+        Returns when nothing of this epoch runs any more. Raises RankLost if the engine does not
+        stop.
+        """
+        async with self._leaving:  # a restarted controller may call this again
             if self._joining is not None:
                 await cancel_and_wait(self._joining)
             if self._planner_server is not None:
@@ -146,12 +150,18 @@ class RankActor:
     async def get_state(
         self, incarnation: int = 0, epoch: int = 0, weights: str | None = None
     ) -> bytes:
-        """Packed RankState; the rank remembers the largest numbers that it is told. The first call
-        begins to load it: a rank that has no peers goes on to be ready, others wait to be told to
-        join. One whose engine has stopped has failed.
+        """Return the packed RankState.
 
-        ``weights`` is the digest of its cluster's weights, "" if no rank holds any, None from a
-        caller that does not know.
+        The first call starts loading. A rank without peers then becomes ready by itself; others
+        wait for ``join``. A rank whose engine has stopped has failed, unless only its epoch is
+        over. The rank remembers the largest numbers that it has received.
+
+        Args:
+            incarnation: Incarnation of the controller.
+            epoch: Latest epoch of the controller.
+            weights: Digest of the cluster's weights, "" if no rank holds any, None if the caller
+                does not
+                know it.
         """
         self._cluster_weights = self._cluster_weights if weights is None else weights
         if self._loading is None:
@@ -180,13 +190,13 @@ class RankActor:
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
-        """The rank's answer, or a packed RankLost when another life of it is meant."""
+        """Return the rank's reply, or a packed RankLost if ``epoch`` is not its epoch."""
         if self._rank is None:
             return encode_failure(RankLost(f"{self._spec.epoch_name} is not ready"))
         return await self._rank.handle(epoch, method, payload)
 
     async def expert_rows(self) -> bytes:
-        """Packed ExpertRows of a loaded rank of a gang of several."""
+        """Return packed ExpertRows. Requires a loaded rank in a gang of several."""
         assert self._resident_model is not None and self._spec.num_ranks > 1, (
             "it has nothing to tell"
         )
@@ -197,19 +207,22 @@ class RankActor:
         return pack(ExpertRows(*told))
 
     async def placement(self) -> bytes:
-        """The packed Placement that it was begun with."""
+        """Return the packed Placement with which the process was started."""
         return pack(self._placement)
 
     async def stop(self) -> None:
-        """End the rank in order, if there is one; its process is for others to end. They may die
-        before they do: who finds it then finds a life that is over."""
+        """Stop the rank in order, if there is one. The process is left for the caller to end.
+
+        The rank is marked as failed first. If the caller dies before it ends the process, the next
+        controller finds an epoch that is over.
+        """
         if self._rank is not None:
             self._fail(RankLost(f"{self._spec.epoch_name} was told to stop"))
             await self._rank.stop()
             self._rank.loop.crash_journal.close()
 
     def _fail(self, error: BaseException) -> None:
-        """This life of it is over, or the rank has failed for good."""
+        """Record the end of the epoch, or the permanent failure of the rank."""
         before, told, is_over = self._state, to_failure(error), isinstance(error, EpochEnded)
         self._state = (
             replace(before, epoch_end_cause=told) if is_over else replace(before, failure=told)
@@ -227,7 +240,7 @@ class RankActor:
             self._fail(error)
 
     async def _read(self, config: TandemConfig) -> Any:
-        """Load as soon as the weights of the cluster lie under the configured path."""
+        """Load the model as soon as the configured path holds the weights of the cluster."""
         while True:
             try:
                 return await self.load(self._spec, config)
@@ -238,13 +251,16 @@ class RankActor:
             await asyncio.sleep(WEIGHTS_POLL_S)
 
     def _check_weights(self, found: str) -> None:
-        """Accept weights of this digest. Raises ValueError with both if the cluster has others."""
+        """Accept weights of digest ``found``.
+
+        Raises ValueError naming both digests if the cluster has other weights.
+        """
         if self._cluster_weights not in ("", found):
             raise ValueError(
                 f"model.path holds weights {found}, but this cluster has {self._cluster_weights}; "
                 "put those back, or end the cluster with `tandem stop` and start it again"
             )
-        self._on_start(LOADING, 0.0)  # first: a rank that waited for long begins to make progress
+        self._on_start(LOADING, 0.0)  # first, because the wait must not count as a stall
         self._weights = found
         self._wait_reason = ""
 

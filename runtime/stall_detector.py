@@ -1,4 +1,4 @@
-"""Measures the turns of an engine thread, so that others can tell slow from stuck."""
+"""Measurement of engine turns, which distinguishes slow turns from stalled ones."""
 
 import threading
 import time
@@ -8,15 +8,21 @@ from collections.abc import Callable
 from tandem.core.progress import EngineProgress, LockstepPosition, compute_stall_threshold_s
 
 MAX_MEASURE_GAP_S = 1.5
-"""Who asks for the pace does so every second. More between two questions means that the whole
-process stood still, which is no fault of the turn."""
+"""Maximum time in seconds by which a turn ages between two measurements.
+
+Measurements are one second apart. A longer gap means that the whole process stood still, which is
+not the fault of the turn.
+"""
 NUM_RECENT_TURNS = 256
 
 
 class StallDetector:
-    """``follow``, ``begin`` and ``end`` are the engine thread's; ``pace`` is asked by one other
-    thread. A turn does not age while its thread waits for a CPU or the ``clock`` stands still: what
-    starves is not stuck."""
+    """Measures how long the turns of an engine thread take.
+
+    The engine thread calls ``attach_to_thread``, ``start_turn`` and ``end_turn``. One other thread
+    calls ``measure_progress``. A turn does not age while its thread waits for a CPU or while
+    ``clock`` stands still, because a starved thread is not stalled.
+    """
 
     def __init__(self, min_threshold_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._min_threshold_s = min_threshold_s
@@ -28,11 +34,14 @@ class StallDetector:
         self._turn_started_at: float | None = None
         self._measured_at = clock()
         self._last_measured = (-1, 0.0)
-        """The turn that was under way when the pace was asked last, and its age."""
+        """The turn that was in progress at the last measurement, and its age in seconds."""
         self.position: Callable[[], LockstepPosition] = LockstepPosition
 
     def attach_to_thread(self, starved_s: Callable[[], float] | None = None) -> None:
-        """This thread is the one; ``starved_s`` tells how long it has waited for a CPU so far."""
+        """Measure the calling thread from now on.
+
+        ``starved_s`` returns the total seconds that the thread has waited for a CPU.
+        """
         thread_id = threading.get_native_id()
         self._starved_s = starved_s or (lambda: read_cpu_wait_s(thread_id))
         self._starved_before_s = self._starved_s()
@@ -64,12 +73,15 @@ class StallDetector:
 
     @property
     def stall_threshold_s(self) -> float:
-        """The age from which on a turn is stuck; any thread."""
+        """Age in seconds above which a turn counts as stalled. Any thread."""
         return compute_stall_threshold_s(tuple(self._recent_s), self._min_threshold_s)
 
 
 def read_cpu_wait_s(thread_id: int) -> float:
-    """How long a thread of this process was ready to run and did not, 0 where no kernel tells."""
+    """Return the seconds for which a thread of this process was ready but not running.
+
+    Returns 0 if the kernel does not report them.
+    """
     try:
         with open(f"/proc/self/task/{thread_id}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9

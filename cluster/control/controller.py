@@ -1,7 +1,7 @@
-"""The actor that keeps every gang alive. It is detached and restarts by itself.
+"""The actor that supervises every gang. It is detached, and Ray restarts it.
 
-Ranks are detached too: neither a gateway nor this actor takes them along when it dies. What it
-knows it has from them, so it needs no storage of its own.
+Ranks are detached too: they survive the end of a gateway or of this actor. The controller derives
+its state from the ranks, so it needs no storage.
 """
 
 import asyncio
@@ -36,12 +36,15 @@ from tandem.core.tasks import Tasks, run_in_thread, run_periodically
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 ADOPTION_TIMEOUT_S = 10.0
-"""A rank that says nothing for this long is not adopted."""
+"""Seconds after which a rank that does not answer is not adopted."""
 
 
 class Controller:
-    """Owns the gangs of one cluster. Ray keeps ``proof_key`` and passes it to every restart of this
-    actor, so the key is the same for as long as the cluster lasts."""
+    """Owner of the gangs of one cluster.
+
+    Ray keeps ``proof_key`` and passes it to every restart of this actor, so that it stays the same
+    for the whole lifetime of the cluster.
+    """
 
     def __init__(self, proof_key: bytes = b"") -> None:
         self._proof_key = proof_key
@@ -55,14 +58,16 @@ class Controller:
         self._change_lock = asyncio.Lock()
         self._background = Tasks()
         self._relocating_gangs = set[str]()
-        # Nobody may ask for a long time after a restart, and gangs die meanwhile.
+        # Adopt now: after a restart no call may come for long, and gangs need supervision.
         try:
             ray.get_runtime_context().current_actor.ensure_adopted.remote()
-        except Exception:  # Ray never restarts an actor whose creation failed
+        except (
+            Exception
+        ):  # an error would end the actor: Ray never restarts one whose creation failed
             log.exception("what is there is adopted with the first call only")
 
     async def ensure_adopted(self) -> None:
-        """Adopt what is there, once: every other call waits for it, also while it fails."""
+        """Adopt the existing ranks, once. Retries until it succeeds; every other call waits for it."""
         async with self._adoption_lock:
             while self._epochs.seen[0] == 0:
                 try:
@@ -72,7 +77,7 @@ class Controller:
                     await asyncio.sleep(POLL_S)
 
     async def attach(self, config_json: str) -> bytes:
-        """The packed Membership; starts the gangs if nobody has, and again those that are down.
+        """Return the packed Membership. Starts the gangs that are not running or are down.
 
         A packed ValueError names each key that differs from the running cluster's.
         """
@@ -85,9 +90,10 @@ class Controller:
             return encode_failure(error)
 
     async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
-        """The packed Membership, as soon as it is newer than that version or ``wait_s`` is over."""
+        """Return the packed Membership once it is newer than the given version, or after
+        ``wait_s``."""
         await self.ensure_adopted()
-        if incarnation > self._epochs.seen[0]:  # no rank lived to tell, and the clock was set back
+        if incarnation > self._epochs.seen[0]:  # no rank survived, and the clock was set back
             self._epochs.seen = incarnation + 1, self._epochs.seen[1]
             self._publish()
         if self._snapshot.version <= (incarnation, counter):
@@ -96,13 +102,14 @@ class Controller:
         return pack(self._snapshot)
 
     async def report(self, gang: str, epoch: int, reason: str) -> None:
-        """A gateway suspects a gang's life: look whether its ranks still answer."""
+        """Handle a gateway's report of a suspicious epoch: check whether the gang's ranks still
+        answer."""
         await self.ensure_adopted()
         if gang in self._gangs:
             self._gangs[gang].report(epoch, reason)
 
     async def rebalance(self, gang: str) -> bytes:
-        """Packed RebalanceResult, or why not."""
+        """Rebalance a gang. Returns a packed RebalanceResult or Failure."""
         await self.ensure_adopted()
         try:
             if gang not in self._gangs:
@@ -112,7 +119,7 @@ class Controller:
             return encode_failure(error)
 
     async def stop(self, deadline_s: float) -> None:
-        """End every rank within ``deadline_s`` seconds, and give back their room."""
+        """End every rank within ``deadline_s`` seconds and remove the placement groups."""
         await self.ensure_adopted()
         async with self._change_lock:
             await self._stop(deadline_s)
@@ -137,8 +144,10 @@ class Controller:
         self._publish()
 
     def _may_be_replaced(self) -> bool:
-        """Whether no gang has ever served and one was given up: then no gateway relies on the
-        config, and the mistake in it can be mended."""
+        """Return whether no gang has ever served and one was given up.
+
+        Then no gateway relies on the configuration yet, and the mistake in it can be corrected.
+        """
         has_served = any(supervisor.history.has_served for supervisor in self._gangs.values())
         return not has_served and any(gang.is_given_up for gang in self._snapshot.gangs)
 
@@ -154,7 +163,7 @@ class Controller:
         self._publish()
 
     async def _adopt_ranks(self) -> None:
-        """Go on with what lives of every gang of the latest config; end all other ranks."""
+        """Adopt the live ranks of every gang of the latest configuration; end all other ranks."""
         ranks = await asyncio.to_thread(find_ranks)
         answers = await asyncio.gather(
             *(_answer_or_none(rank, rank.get_state(0, 0, None)) for rank in ranks)
@@ -180,21 +189,23 @@ class Controller:
             if first.placement:
                 rank = ranks_by_name[first.spec.process_name]
                 placed[gang] = await _answer_or_none(rank, rank.placement())
-        # From here on nothing fails: it is done once.
+        # Nothing fails from here on: seen[0] > 0 means that adoption is complete.
         incarnation = max(int(time.time()), *(1 + state.max_seen[0] for state in states), 1)
         self._epochs.seen = incarnation, max((state.max_seen[1] for state in states), default=0)
         if kept and (config := configs[kept[0].config_json]) is not None:
             self._configure(config)
         for name, supervisor in self._gangs.items():
             found = gangs.get(name, [])
-            supervisor.placement = placed.get(name)  # unknown, its ranks differ: then it ends
+            supervisor.placement = placed.get(
+                name
+            )  # if it is unknown, its ranks differ and the epoch ends
             supervisor.history = RestartHistory(has_served=True)
             supervisor.start([ranks_by_name[state.spec.process_name] for state in found], found)
         self._publish()
         self._background.start(run_periodically(POLL_S, self._relocate_gangs))
 
     async def _relocate_gangs(self) -> None:
-        """Gangs on machines that Ray drains go elsewhere."""
+        """Restart gangs whose machines Ray drains on other machines."""
         for name in (
             await run_in_thread(find_draining_gangs) & self._gangs.keys()
         ) - self._relocating_gangs:
@@ -218,7 +229,7 @@ class Controller:
 
 
 def _parse_config(config_json: str) -> TandemConfig | None:
-    """None if it is one of another release."""
+    """Parse a rank's configuration; None if it is from another release."""
     try:
         return parse_shared_config(config_json)
     except ValueError as error:
@@ -227,7 +238,7 @@ def _parse_config(config_json: str) -> TandemConfig | None:
 
 
 async def _answer_or_none(rank: RayRank, answer: Awaitable[Answer]) -> Answer | None:
-    """What a rank says of itself; None if it is dead or silent."""
+    """Await a rank's reply; None if the rank is dead or does not answer."""
     try:
         async with asyncio.timeout(ADOPTION_TIMEOUT_S):
             return await answer

@@ -1,4 +1,4 @@
-"""One gang from life to life: begun, watched, ended, begun again. No Ray in it."""
+"""Supervision of one gang across epochs: start, poll, end, restart. No Ray in it."""
 
 import asyncio
 import logging
@@ -27,10 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class EpochCounter:
-    """Numbers that no two lives of any gang have in common. ``seen`` is (incarnation of the
-    controller, latest epoch): both go on from the largest that any rank has seen, and from the wall
-    clock's milliseconds where none has: a cluster that is started after another one was stopped
-    knows nothing of that one's lives, of which many may have begun within a second."""
+    """Source of epoch numbers that no two epochs of any gang share.
+
+    ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest that
+    any rank has seen. Epochs are at least the wall clock's milliseconds, because a new cluster
+    knows no epochs of a previous one, which may have used many within a second.
+    """
 
     def __init__(self) -> None:
         self.seen = (0, 0)
@@ -43,11 +45,16 @@ class EpochCounter:
 
 @dataclass(eq=False)
 class GangSupervisor:
-    """Owns the ``ranks`` of one gang, which ``machines`` begin. ``gang`` is what there is to know;
-    ``on_change`` is called after it has changed. Ranks are to remember what ``epochs`` are told.
+    """Supervisor of one gang, whose rank processes ``machines`` start.
 
-    A life ends with any of its ranks. The others keep process and weights and are in the next one,
-    unless they cannot leave this one.
+    An epoch ends with the loss of any rank. The other ranks keep process and weights and join the
+    next epoch, unless they cannot leave this one.
+
+    Attributes:
+        epochs: Source of epoch numbers; its ``seen`` is sent to the ranks to remember.
+        on_change: Called after each change of ``gang``.
+        gang: Published state of the gang.
+        ranks: The rank processes.
     """
 
     plan: GangPlan
@@ -56,11 +63,11 @@ class GangSupervisor:
     epochs: EpochCounter
     on_change: Callable[[], None]
     placement: Placement | None = None
-    """Of experts, in the lives to come; None is the plain order."""
+    """Expert placement of later epochs; None: the default placement."""
     history: RestartHistory = RestartHistory()
     weights: ClusterWeights = field(default_factory=ClusterWeights)
     is_draining: bool = field(default=False, init=False)
-    """It gets nothing new until it is stopped."""
+    """Whether the gang gets no new sequences until it is stopped."""
     _poll_now: asyncio.Event = field(default_factory=asyncio.Event)
     _task: "asyncio.Task[None] | None" = None
 
@@ -73,9 +80,16 @@ class GangSupervisor:
         return self._task is not None and not self._task.done()
 
     def start(self, ranks: "Sequence[RayRank]" = (), adopted: Sequence[RankState] = ()) -> None:
-        """Keep it alive from now on: the ``life`` of ``ranks`` that were adopted, a new one with
-        those that are left of it, or without. One that is kept already only has its deaths
-        forgotten."""
+        """Start supervising the gang.
+
+        If it is already supervised, only reset its count of failures.
+
+        Args:
+            ranks: Processes to adopt; empty to start new ones.
+            adopted: States of ``ranks``. The epoch continues if they are complete, otherwise they
+                join a
+                new one.
+        """
         before = self.history
         self.history = RestartHistory(
             before.has_served, before.stable_at if self.is_supervised else None
@@ -93,19 +107,19 @@ class GangSupervisor:
         self._task = asyncio.create_task(self._run(), name=f"keep-{self.plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
-        """Somebody finds this life suspicious: look now, and end it if it stays silent."""
+        """Poll the ranks now because ``epoch`` is suspected, and end it if one does not answer."""
         if epoch == self.gang.epoch:
             self.ranks.suspicion = reason
             self._poll_now.set()
 
     def drain(self) -> None:
-        """It gets nothing new from now on, until it is stopped."""
+        """Send no new sequences to the gang until it is stopped."""
         self.is_draining = True
         if self.gang.state == READY:
             self._update_gang(state=DRAINING)
 
     async def stop(self, deadline_s: float) -> None:
-        """Ranks stop by themselves within ``deadline_s`` seconds, then are killed."""
+        """Let the ranks stop by themselves within ``deadline_s`` seconds, then kill them."""
         if self._task is not None:
             await cancel_and_wait(self._task)
         await self.ranks.stop(deadline_s)
@@ -127,7 +141,7 @@ class GangSupervisor:
                 pause_s = await self._handle_failure(EpochOver(error, *self.ranks.handles))
 
     async def _run_epoch(self) -> None:
-        """One life; returns only by raising what ended it."""
+        """Run one epoch until an exception ends it."""
         missing = self.ranks.missing
         if missing or self.gang.state == LOST:
             epoch = self.epochs.next_epoch()
@@ -135,7 +149,7 @@ class GangSupervisor:
                 self.ranks.placement_group_epoch = epoch
             starts = (f"{self.plan.name}: waiting for room",)
             self._update_gang(epoch=epoch, state=STARTING, startup_notes=starts, members=())
-            self.ranks.suspicion = ""  # of the life before
+            self.ranks.suspicion = ""  # refers to the previous epoch
             launch = EpochLaunch(epoch, self.ranks.placement_group_epoch, missing, self.placement)
             await self.machines.launch_ranks(self.plan, launch, self.config, self.ranks.handles)
         while True:
@@ -162,16 +176,19 @@ class GangSupervisor:
         )
 
     async def _handle_failure(self, over: EpochOver) -> float | None:
-        """Do as the end of this life asks for; returns the pause before the next one."""
+        """Clean up after an epoch.
+
+        Returns the seconds to wait before the next epoch, None if the gang stays down.
+        """
         now = time.monotonic()
         states, self.ranks.states = self.ranks.states, {}
-        self.ranks.kill(over.lost_ranks)  # what they leave is whole
+        self.ranks.kill(over.lost_ranks)  # their logs and journals are complete then
         failed = [state for rank, state in states.items() if has_failed(state)]
         dead = [s for r, s in states.items() if r in over.lost_ranks or s in failed]
         async with asyncio.TaskGroup() as tasks:
             reports = asyncio.gather(*map(self.machines.read_crash_report, dead))
             if failed:
-                await reports  # who leaves forgets its step
+                await reports  # a rank that leaves drops the record of its step
             tasks.create_task(self.ranks.leave())
             failed_epoch = EpochFailure(
                 over.cause, frozenset(self.ranks.handles), tuple(await reports)
@@ -180,13 +197,13 @@ class GangSupervisor:
             self._end_epoch(failed_epoch, decision)
         if not self.ranks.handles:
             await self._release_placement_group()
-        if decision.pause_s is None:  # not before: from now on it may be started again
+        if decision.pause_s is None:  # last, because from here on the gang may be started again
             self._update_gang(state=DOWN, is_given_up=True)
             return None
         return max(0.0, decision.pause_s - (time.monotonic() - now))
 
     def _end_epoch(self, failed_epoch: EpochFailure, decision: RestartDecision) -> None:
-        """Report the end of this life and kill the ranks that the next one does not keep."""
+        """Report the end of the epoch and kill the ranks that the next epoch does not keep."""
         self.history, epoch, failure = decision.history, self.gang.epoch, failed_epoch.failure
         log.error(
             "%s, epoch %d, %s: %s", self.plan.name, epoch, failed_epoch.category, failure.text
@@ -200,7 +217,7 @@ class GangSupervisor:
     async def _release_placement_group(self) -> None:
         try:
             await self.machines.release_placement_group(self.plan.name)
-        except Exception as error:  # the end of the next life gives this room back too
+        except Exception as error:  # retried at the end of the next epoch
             log.error("%s: its room could not be given back: %s", self.plan.name, error)
 
     def _update_gang(self, **fields: object) -> None:

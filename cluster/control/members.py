@@ -1,4 +1,4 @@
-"""A gateway's end of the controller: the latest snapshot, and ways to the ranks in it."""
+"""A gateway's client of the controller: the latest membership, and control calls to its ranks."""
 
 import asyncio
 import logging
@@ -37,8 +37,11 @@ OnProgress = Callable[[str], None]
 
 
 class RayMembers:
-    """Made by ``attach``. ``membership`` is the latest snapshot that was asked for: it stays as it
-    is while the controller restarts, and for good once the cluster was stopped."""
+    """Client of the controller; created by ``attach``.
+
+    ``membership`` is the latest snapshot received. It does not change while the controller
+    restarts, nor after the cluster was stopped.
+    """
 
     def __init__(self, config: TandemConfig, controller: Any, membership: Membership) -> None:
         self.membership = membership
@@ -57,21 +60,21 @@ class RayMembers:
         return cls(config, controller, decode(Membership, data))
 
     async def wait_for_change(self, after_version: tuple[int, int]) -> Membership:
-        """The first snapshot known here that is later than ``after_version``."""
+        """Wait for a snapshot later than ``after_version`` and return the latest one."""
         while self.membership.version <= after_version:
             try:
                 version = self.membership.version
                 data = await self._controller.membership.remote(*version, LONG_POLL_S)
                 snapshot = decode(Membership, data)
                 if snapshot.version[0] > version[0]:
-                    # A controller that found no rank alive knows of no config but ours.
+                    # A restarted controller that found no rank alive needs the config again.
                     data = await self._controller.attach.remote(self._config_json)
                     snapshot = decode(Membership, data)
                 if snapshot.config not in ("", self._config):
                     snapshot = await self._without_gangs(snapshot)
                 self.membership = max(self.membership, snapshot, key=attrgetter("version"))
             except ActorDiedError:
-                # Only tandem stop ends it for good: whoever serves in this Ray next is another's.
+                # Only `tandem stop` ends the controller; a later cluster in this Ray is another one.
                 log.error("the cluster was stopped")
                 await asyncio.Event().wait()
             except (RayError, TandemError, ValueError) as error:
@@ -80,8 +83,11 @@ class RayMembers:
         return self.membership
 
     async def _without_gangs(self, snapshot: Membership) -> Membership:
-        """Return ``snapshot`` without its gangs, and log which keys of its config are not those of
-        this gateway, whose limits and answers are of its own config."""
+        """Return ``snapshot`` without its gangs, and log which keys of its configuration differ.
+
+        This gateway's limits and answers follow its own configuration, so it cannot use these
+        gangs.
+        """
         try:
             decode(Membership, await self._controller.attach.remote(self._config_json))
         except ValueError as error:
@@ -89,8 +95,11 @@ class RayMembers:
         return replace(snapshot, gangs=())
 
     async def wait_until_started(self, on_progress: OnProgress) -> None:
-        """The cluster can be served: no gang starts for the first time, each kind has one that is
-        ready. Raises what keeps a gang from it that the controller has given up."""
+        """Wait until the cluster can serve: no gang is in its first start, and each kind has a
+        ready gang.
+
+        Raises the failure of a gang that the controller has given up.
+        """
         snapshot = self.membership
         while True:
             for gang in snapshot.gangs:
@@ -108,16 +117,16 @@ class RayMembers:
             snapshot = await self.wait_for_change(snapshot.version)
 
     def control(self, spec: RankSpec) -> Control:
-        """Calls to this life of a rank, and to no other."""
+        """Return a client for this rank in this epoch only."""
         return RayControl(spec.process_name, spec.epoch)
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
-        """Tell the controller, if there is one, that this life looks dead. Nobody waits for it."""
+        """Report to the controller that this epoch looks dead. Does not wait for a reply."""
         self._controller.report.remote(gang, epoch, reason)
 
 
 def _create_controller() -> Any:
-    # Calls wait for its next life. It lives where Ray itself does: other machines come and go.
+    # Calls wait for a restart. The actor runs on the head, because other machines may leave.
     options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
     make = ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED_OPTIONS)
@@ -125,7 +134,7 @@ def _create_controller() -> Any:
 
 
 async def find_gangs() -> tuple[Gang, ...]:
-    """Of the cluster of this Ray, none if there is no cluster."""
+    """Return the gangs of the cluster of this Ray, () if there is no cluster."""
     try:
         controller = await run_in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
     except ValueError:
@@ -134,15 +143,16 @@ async def find_gangs() -> tuple[Gang, ...]:
 
 
 async def rebalance_gang(name: str) -> RebalanceResult:
-    """See cluster/control/rebalance.py."""
+    """Rebalance the experts of a gang; see cluster/control/rebalance.py."""
     controller = await run_in_thread(lambda: ray.get_actor(CONTROLLER, NAMESPACE))
     return decode(RebalanceResult, await controller.rebalance.remote(name))
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:
-    """End the cluster of this Ray, whoever began it: the names of the ranks that were there.
+    """End the cluster of this Ray, even if another process started it; return the names of its
+    ranks.
 
-    Ranks have ``deadline_s`` seconds to stop by themselves; what is left then is killed.
+    Ranks have ``deadline_s`` seconds to stop by themselves. The remaining ones are killed.
     """
     ranks = await run_in_thread(find_ranks)
     try:
@@ -169,7 +179,7 @@ def _can_serve(snapshot: Membership) -> bool:
 
 
 def _log_notices(infos: Sequence[RankInfo]) -> None:
-    """What users should know of the nodes, and of the checkpoint that they loaded."""
+    """Log warnings about slow kernels and about a checkpoint without MTP layers."""
     info = infos[0]
     for reason in {info.why_plain for info in infos} - {""}:
         log.warning("steps are slower than they could be, %s", reason)

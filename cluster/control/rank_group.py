@@ -1,4 +1,4 @@
-"""The processes of a gang's ranks, asked and told as one. No Ray in it."""
+"""The rank processes of a gang, polled and controlled together. No Ray in it."""
 
 import asyncio
 import logging
@@ -18,21 +18,30 @@ if TYPE_CHECKING:
     from tandem.cluster.control.machines import RayRank
 
 LEAVE_TIMEOUT_S = 10.0
-"""Of which a stopped process, whom the others of its gang wait for, takes five to be killed."""
+"""Seconds that a rank may take to leave an epoch. To kill a stopped peer takes five of them."""
 MAX_UNANSWERED = 5
-"""Questions in a row that a rank that is not ready may leave unanswered for
-``control.stall_timeout_s`` each. A process that imports torch on a busy machine may well leave one
-unanswered."""
+"""Consecutive polls that a rank that is not ready may leave unanswered.
+
+Each poll times out after ``control.stall_timeout_s``. A process that imports torch on a busy
+machine may well miss one.
+"""
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RankGroup:
-    """``handles`` and what they said last (``states``), by rank; ranks that are neither dead nor
-    missing. Who does not answer within ``control.stall_timeout_s`` is silent, and lost if there is
-    a ``suspicion``; who starts is lost when it has said nothing new for
-    ``control.startup_timeout_s``, or has left MAX_UNANSWERED questions in a row unanswered."""
+    """Rank processes of a gang that are neither dead nor missing.
+
+    A rank that does not answer within ``control.stall_timeout_s`` is silent. It is lost if there is
+    a ``suspicion`` against the gang. A starting rank is lost after ``control.startup_timeout_s``
+    without progress, or after MAX_UNANSWERED consecutive unanswered polls.
+
+    Attributes:
+        handles: Processes by rank.
+        states: Latest state of each rank.
+        suspicion: Reason to suspect that a silent rank is lost, "" for none.
+    """
 
     plan: GangPlan
     control: ControlConfig
@@ -40,19 +49,19 @@ class RankGroup:
     states: dict[int, RankState] = field(default_factory=dict)
     suspicion: str = ""
     weights: ClusterWeights = field(default_factory=ClusterWeights)
-    """Of all gangs of the cluster."""
+    """Weights of all gangs of the cluster."""
     placement_group_epoch: int = 0
-    """The life for which the room was taken that they are in."""
+    """Epoch for which the gang's placement group was created."""
     _kill_pending: "list[RayRank]" = field(default_factory=list)
     _silent: list[int] = field(default_factory=list)
     _progressed_at: dict[object, float] = field(default_factory=dict)
-    """When a rank said first what it says of its start."""
+    """Time at which a rank first reported its current startup progress."""
     _num_unanswered: dict[int, int] = field(default_factory=dict)
-    """Questions in a row that a rank has not answered, of those that have ever answered one."""
+    """Consecutive unanswered polls, for ranks that have answered at least once."""
 
     @property
     def startup_notes(self) -> tuple[str, ...]:
-        """What each does that is not ready."""
+        """Current activity of each rank that is not ready."""
         known = [(rank, self.states.get(rank)) for rank in sorted(self.handles)]
         return tuple(
             self._startup_note(rank) for rank, state in known if not (state and state.info)
@@ -68,14 +77,19 @@ class RankGroup:
         return [rank for rank in range(self.plan.num_ranks) if rank not in self.handles]
 
     async def poll_states(self, seen: tuple[int, int]) -> Sequence[RankState]:
-        """What all ranks say, nothing while one is silent without a reason to suspect it. Raises
-        EpochOver if one is dead, silent when there is, or has not got on for too long."""
+        """Poll all ranks and return their states; () if one is silent without a suspicion.
+
+        Raises EpochOver if a rank is dead, is silent under suspicion, or makes no startup progress
+        for too long.
+        """
         suspicion, self.suspicion = self.suspicion, ""
         self._retry_kills()
         self._stalled_ranks()
         silent = self._silent = await self._poll(self.handles, seen)
         if stalled := self._stalled_ranks():
-            lost = silent or stalled  # others may wait for who is silent, whatever it said last
+            lost = (
+                silent or stalled
+            )  # others may be blocked on the silent rank, whatever its last state
             bound = f"{self.control.startup_timeout_s:g} s (control.startup_timeout_s)"
             raise EpochOver(
                 RankLost(f"{self._startup_note(lost[0])}: no progress for {bound}"), *lost
@@ -88,7 +102,7 @@ class RankGroup:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
         if not suspicion:
-            # What the others said is as old as the silence.
+            # The states of the others are as old as the silence: poll them again.
             others = self.handles.keys() - silent
             others -= set(await self._poll(others, seen))
             try:
@@ -103,7 +117,7 @@ class RankGroup:
         return ()
 
     def _stalled_ranks(self) -> list[int]:
-        """Who starts and has said the same for too long, or nothing."""
+        """Return starting ranks whose reported progress, or silence, has lasted too long."""
         now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
         said = {r: (r, s and (s.activity, s.progress, s.is_joined)) for r, s in known.items()}
         since = {r: self._progressed_at.setdefault(said[r], now) for r in said}
@@ -114,8 +128,10 @@ class RankGroup:
         ]
 
     def _unresponsive_ranks(self) -> list[int]:
-        """Return ranks that have answered once and are silent for too long, without those that are
-        ready: gateways report those."""
+        """Return ranks that have answered before and are now silent for too long.
+
+        Ready ranks are excluded, because gateways report those.
+        """
         for rank in set(self._silent) & self._num_unanswered.keys():
             self._num_unanswered[rank] += 1
         ready = {rank for rank, state in self.states.items() if state.info is not None}
@@ -124,8 +140,10 @@ class RankGroup:
         ]
 
     async def join(self, states: Sequence[RankState], epoch: int) -> None:
-        """Bring the ranks together, unless they are. Some that are and others that are not were
-        left so by an earlier controller."""
+        """Let all ranks join ``epoch``, unless they already have.
+
+        Raises EpochOver if only some of them have, for instance under an earlier controller.
+        """
         joined = [state.is_joined for state in states]
         if all(joined):
             return
@@ -151,7 +169,7 @@ class RankGroup:
                 raise EpochOver(failed, rank)
 
     async def expert_rows(self) -> list[ExpertRows]:
-        """Of all ranks. Raises RankLost if one does not tell."""
+        """Return the expert rows of all ranks. Raises RankLost if a rank does not answer."""
         try:
             async with asyncio.timeout(self.control.stall_timeout_s):
                 return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
@@ -159,11 +177,11 @@ class RankGroup:
             raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
 
     async def leave(self) -> None:
-        """All that are left leave this life; who cannot, for whatever reason, is killed."""
+        """Let all ranks leave the epoch. A rank that cannot leave is killed."""
         await asyncio.gather(*map(self._leave_epoch, list(self.handles)))
 
     async def stop(self, deadline_s: float) -> None:
-        """They stop by themselves, within ``deadline_s`` seconds; then they are killed."""
+        """Let all ranks stop by themselves within ``deadline_s`` seconds, then kill them."""
         stops = [asyncio.create_task(rank.stop()) for rank in self.handles.values()]
         if stops:
             await asyncio.wait(stops, timeout=deadline_s)
@@ -173,15 +191,15 @@ class RankGroup:
 
     def kill(self, ranks: Iterable[int]) -> None:
         self._progressed_at.clear()
-        for rank in [rank for rank in ranks if rank in self.handles]:  # one that leaves may be gone
+        for rank in [rank for rank in ranks if rank in self.handles]:  # a leaving rank may be gone
             self.weights.digest_by_rank.pop(self.handles[rank], None)
             self._num_unanswered.pop(rank, None)
-            self.states.pop(rank, None)  # who comes in its place has said nothing yet
+            self.states.pop(rank, None)  # a replacement has no state yet
             self._kill_pending.append(self.handles.pop(rank))
         self._retry_kills()
 
     def _retry_kills(self) -> None:
-        """Whom Ray cannot kill now it is asked to kill again, while the gang is looked after."""
+        """Kill the ranks to be killed. Those that Ray fails to kill are retried on the next poll."""
         pending, self._kill_pending = self._kill_pending, []
         for rank in pending:
             try:
@@ -194,14 +212,15 @@ class RankGroup:
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self.handles[rank].leave()
-            if rank in self.handles:  # it may have been killed meanwhile
+            if rank in self.handles:  # it may have been killed during the call
                 self._num_unanswered[rank] = 0
         except Exception as error:
             log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
             self.kill([rank])
 
     async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
-        """Note what these say; who of them is silent. Raises EpochOver if one is dead."""
+        """Poll ``ranks``, store their states, and return the silent ones. Raises EpochOver if one
+        is dead."""
         polls = {
             rank: self._call(self.handles[rank].get_state, *seen, self.weights.digest)
             for rank in ranks
@@ -212,7 +231,7 @@ class RankGroup:
                 raise EpochOver(answer, rank)
             if isinstance(answer, RankState):
                 if not self.weights.record(self.handles[rank], answer.weights):
-                    # It began to load before a rank had told what the cluster has.
+                    # It started to load before the cluster's weights were known.
                     raise EpochOver(
                         RankLost(
                             f"{answer.spec.epoch_name}: holds weights {answer.weights}, but its "

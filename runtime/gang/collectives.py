@@ -1,7 +1,7 @@
-"""The collectives of a gang's life over torch.distributed, and which of them a rank is in.
+"""Collectives of one epoch of a gang over torch.distributed, and the rank's position in them.
 
-The group is constructed directly, on a store of this epoch; no default group exists. Any error is
-the end of the epoch.
+The group is constructed directly, on a store of this epoch; no default group exists. Any error ends
+the epoch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +21,12 @@ CONNECT_S = 30.0
 
 
 class Collectives:
-    """Used by the engine thread; ``abort`` and ``place`` by any. ``close`` frees the peers that
-    wait for this rank: closed connections are seen at once, a missing rank by a deadline."""
+    """Collectives of one rank.
+
+    The engine thread calls them. ``abort`` and ``position`` may be used by any thread. ``close``
+    also unblocks the peers that wait for this rank: they notice a closed connection at once, but a
+    missing rank only after a timeout.
+    """
 
     def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
         self.rank, self.num_ranks = rank, num_ranks
@@ -32,13 +36,19 @@ class Collectives:
         self.start_step(0, CONNECT_S)
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """A step begins, whose collectives are counted from 1 on; on a CPU each waits so long."""
+        """Start a step and count its collectives from 1.
+
+        On CPU, each collective times out after ``timeout_s``.
+        """
         self.position = LockstepPosition(step)
         self._options.timeout = timedelta(seconds=timeout_s)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's ``x``: [R, *x.shape]. Gloo's own is a ring of R - 1 rounds, in which each
-        rank waits for its neighbour alone."""
+        """Return every rank's ``x``: [R, *x.shape].
+
+        Uses ``all_to_all`` on CPU, because gloo's all-gather is a ring of R - 1 rounds in which
+        each rank waits only for its neighbour.
+        """
         if x.device.type == "cpu":
             return self.all_to_all(x.expand(self.num_ranks, *x.shape), operation="all_gather")
         out = x.new_empty(self.num_ranks, *x.shape)
@@ -52,7 +62,14 @@ class Collectives:
         num_received: Sequence[int] = (),
         operation: str = "all_to_all",
     ) -> Tensor:
-        """Rows of ``x`` to every rank, and those received; ``what`` is told of who is late."""
+        """Send rows of ``x`` to every rank and return the received rows.
+
+        Args:
+            x: Rows to send, in the order of the receiving ranks.
+            num_sent: Number of rows for each rank; empty: the same number for all.
+            num_received: Number of rows from each rank; empty: the same number from all.
+            operation: Name of the operation in ``position``.
+        """
         num_rows = sum(num_received) if num_received else len(x)
         x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
         given = out, x, [*num_received], [*num_sent], self._options
@@ -60,19 +77,19 @@ class Collectives:
         return out
 
     def abort(self) -> None:
-        """What runs on a GPU ends; gloo's waits end when the first peer closes."""
+        """Abort collectives that run on a GPU. Waits of gloo end when the first peer closes."""
         group = self._group
         if group is not None and group.name() == "nccl":
             self.is_aborted = True
             group.abort()
 
     def close(self) -> None:
-        """On the thread that calls collectives, or when it has ended."""
+        """Release the group. Called on the thread that calls collectives, or after it has ended."""
         self.abort()
         self._group = None
 
     def _call(self, operation: str, start: Callable[[Any], Any]) -> None:
-        """On a GPU the stream waits, not the host."""
+        """Start a collective and wait for it: on a GPU the stream waits, not the host."""
         self.position = LockstepPosition(self.position.step, self.position.number + 1, operation)
         if self._group is None:
             raise EpochEnded(f"rank {self.rank}, {self.position}: the group is closed")
@@ -86,10 +103,10 @@ class Collectives:
 def connect(
     store: Callable[[], Store], rank: int, num_ranks: int, device: torch.device, host: str
 ) -> Collectives:
-    """Meet the other ranks in the ``store`` that is opened now and belongs to one epoch. Blocks for
-    CONNECT_S at most for each of both.
+    """Join the other ranks through ``store``, which this call opens and which belongs to one epoch.
 
-    Raises EpochEnded when they do not come.
+    Blocks for at most CONNECT_S for the store and again for the ranks. Raises EpochEnded if they
+    are not there in time.
     """
     try:
         if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""A rank's end of its gang: proposes, is told the plan, learns of the end of the epoch."""
+"""A rank's client of its gang's planner: sends proposals, receives plans, detects the epoch's end."""
 
 import math
 import selectors
@@ -28,21 +28,29 @@ from tandem.runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
 from tandem.runtime.stall_detector import StallDetector
 
 DATA_FACTOR = 3
-"""A rank waits this many times the watchdog's bound for the others: who is late is ended before."""
+"""Multiple of the stall threshold for which a rank waits for the others. A stalled rank is ended
+before that."""
 TICK_S = 0.5
-"""Between two looks whether the device is late."""
+"""Seconds between two checks whether the device is late."""
 
 
 class GangLockstep(Lockstep):
-    """The lockstep of one rank in one epoch: a Planner whose plans come from rank 0.
+    """Lockstep of one rank in one epoch, and a Planner whose plans come from rank 0.
 
-    Made by meeting the other ranks: blocks for as long as they take to come, at most twice
-    CONNECT_S, and raises EpochEnded when they do not. ``hub`` is rank 0's, ``watch`` that of this
-    rank's engine thread: how long it waits for the others in the next step follows from it.
+    The constructor meets the other ranks. It blocks for at most twice CONNECT_S and raises
+    EpochEnded if they do not come. The engine thread alone calls ``plan``; a separate thread reads
+    the planner's messages.
 
-    ``plan`` is called by the engine thread alone; a thread of its own reads what the planner says.
-    Owns ``collectives`` and, on rank 0, the ``hub``; ``close`` ends all three, which every other
-    rank sees as the end of the epoch.
+    Owns ``collectives`` and, on rank 0, ``planner_server``. ``close`` ends these and the
+    connection, which every other rank sees as the end of the epoch.
+
+    Args:
+        spec: The rank in this epoch.
+        rendezvous: Where the ranks meet.
+        planner_server: The planner on rank 0, None on other ranks.
+        device: Device of the collectives.
+        stall_detector: Detector of the engine thread; its threshold determines the timeout of each
+            step.
     """
 
     collectives: Collectives
@@ -77,7 +85,7 @@ class GangLockstep(Lockstep):
         schema: tuple[type[Proposal], type[Key]],
         on_step_requested: Callable[[], None],
     ) -> "GangLockstep":
-        """Begin; see Lockstep."""
+        """Start planning and return this object; see Lockstep."""
         self._on_step_requested, self._key_type = on_step_requested, schema[1]
         if self._planner_server is not None:
             self._planner_server.start_planning(decide, schema[0])
@@ -86,11 +94,11 @@ class GangLockstep(Lockstep):
 
     @property
     def is_step_requested(self) -> bool:
-        """A step is wanted by others, or the epoch is over, which the next plan tells."""
+        """Whether other ranks want a step, or the epoch is over, which the next ``plan`` raises."""
         return self._requested_step >= self._next_step or bool(self._end_reason)
 
     def plan(self, proposal: Any) -> Plan[Any]:
-        """Raises EpochEnded when it is over, or when no plan comes."""
+        """Return the next plan. Raises EpochEnded if the epoch is over or no plan comes in time."""
         step = self._next_step
         timeout_s = self._timeout_s()
         self.collectives.start_step(step, timeout_s)
@@ -110,7 +118,7 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:
-        """What all ranks compute together: an error in it ends the epoch."""
+        """Turn an error in the part that all ranks compute together into the end of the epoch."""
         try:
             yield
         except EpochEnded:
@@ -120,7 +128,7 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """A device's collectives know no timeout: here they are aborted after one."""
+        """Abort the collectives after a timeout, because those of a device have none."""
         self._due_at = self._clock() + self._timeout_s()
         try:
             yield
@@ -134,7 +142,7 @@ class GangLockstep(Lockstep):
             raise EpochEnded(f"{self._name}: {self._end_reason}")
 
     def close(self) -> None:
-        """On the engine thread, or when it has ended."""
+        """End the epoch. Called on the engine thread, or after it has ended."""
         shutdown_socket(self._connection)
         if self._reader.ident is None:
             self._connection.close()
@@ -152,7 +160,7 @@ class GangLockstep(Lockstep):
             raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
 
     def _read(self) -> None:
-        """Until the epoch is over."""
+        """Read the planner's messages until the epoch is over."""
         decoder = FrameDecoder(MAX_PLAN_MESSAGE_BYTES)
         try:
             with selectors.DefaultSelector() as selector:
@@ -181,7 +189,7 @@ class GangLockstep(Lockstep):
         with self._changed:
             self._end_reason = reason
             self._changed.notify_all()
-        # First, for an abort returns when no graph holds its collectives any more.
+        # Wake the engine first: the abort returns only when no graph holds the collectives.
         self._on_step_requested()
         self.collectives.abort()
 

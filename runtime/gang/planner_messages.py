@@ -1,4 +1,4 @@
-"""What a rank and its gang's planner tell each other, each in a frame of one connection."""
+"""Messages between a rank and its gang's planner, each in a frame of one connection."""
 
 import socket
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from tandem.core.schema import pack
 from tandem.net.framing import encode_frame
 
 MAX_PLAN_MESSAGE_BYTES = 1 << 16
-"""What one message can ask the other end to hold; those of a step have some 100 bytes."""
+"""Maximum size of one message, which bounds the receiver's memory; typical messages have 100 bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +21,12 @@ class ProposalMessage:
 
 @dataclass(frozen=True, slots=True)
 class PlanMessage:
-    """Of a step: its packed key, None if no rank has work. Where ``is_poll`` a proposal is wanted
-    instead, and there is no key yet."""
+    """The plan of a step, or a request for a proposal.
+
+    Attributes:
+        key: Packed key of the step, None if no rank has work.
+        is_poll: Whether the planner requests a proposal instead; then there is no key yet.
+    """
 
     step: int
     key: bytes | None = None

@@ -1,7 +1,7 @@
-"""The planner of a gang's life: a thread beside rank 0 that answers all proposals with one plan.
+"""The planner of an epoch: a thread of rank 0 that answers all proposals with one plan.
 
-Its death is rank 0's death. It ends with the first connection that does, and closes all others: so
-every rank learns at once that the epoch is over.
+It ends with the first connection that ends, and closes all others. Every rank therefore learns at
+once that the epoch is over.
 """
 
 import logging
@@ -35,12 +35,15 @@ from tandem.runtime.lockstep import Decide
 
 log = logging.getLogger(__name__)
 RANK_GREETING = struct.Struct("!I")
-"""Of a greeting, after the token: which rank this is."""
+"""Format of the rank number that follows the token in a greeting."""
 
 
 class PlannerServer:
-    """Takes in ranks from the start, and no strangers; ``run`` is told what to decide by when rank
-    0's engine is built, and plans as soon as all ranks have come. ``close`` ends it."""
+    """Accepts the gang's ranks from its creation on, and no other clients.
+
+    ``start_planning`` is called when rank 0's engine is built. Planning starts as soon as all ranks
+    have connected. ``close`` ends it.
+    """
 
     def __init__(self, num_ranks: int, host: str) -> None:
         self._num_ranks = num_ranks
@@ -59,7 +62,7 @@ class PlannerServer:
         self._planning.put((ProposalRounds(self._num_ranks, decide), proposal))
 
     def close(self) -> None:
-        """Any thread. The planner's own sees its sockets end and lets go of them."""
+        """End the epoch. Any thread. The planner thread then closes its sockets."""
         self._is_closed = True
         self._planning.put((None, None))
         for one in (self._listener, *self._connections.values()):
@@ -97,14 +100,14 @@ class PlannerServer:
             plan_message = PlanMessage(step, None if key is None else pack(key))
             for connection in self._connections.values():
                 send(connection, plan_message)
-            self._poll_ranks(rounds)  # for the next step, which somebody may have proposed early
+            self._poll_ranks(rounds)  # a rank may have proposed the next step early
 
     def _poll_ranks(self, rounds: ProposalRounds[Any, Any]) -> None:
         for rank in rounds.ranks_to_poll():
             send(self._connections[rank], PlanMessage(rounds.step, is_poll=True))
 
     def _accept_ranks(self) -> None:
-        """Until all ranks have come; then nobody else may."""
+        """Accept connections until all ranks have connected, and none after that."""
         missing = {RANK_GREETING.pack(rank): rank for rank in range(self._num_ranks)}
         self._selector.register(self._listener, selectors.EVENT_READ)
         while missing:
@@ -139,6 +142,6 @@ class PlannerServer:
         connection.close()
 
     def _reject_all(self) -> None:
-        """That are waited for."""
+        """Close all registered sockets."""
         for key in [*self._selector.get_map().values()]:
             self._reject(key.fileobj)  # type: ignore[arg-type]
