@@ -30,7 +30,7 @@ class Publisher(Protocol):
     """Source of the frames: a decode node."""
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        """Call ``reader`` with every new frame of ``session``. Returns a function that ends this."""
+        """Call ``reader`` with every new frame of ``session``. Returns a function to stop that."""
 
     def on_heartbeat(self, session: int) -> None:
         """Handle a heartbeat of ``session``."""

@@ -1,4 +1,4 @@
-"""Ranks as Ray actors, and control calls from one process to a rank's actor."""
+"""Ranks as Ray actors, and control calls to a rank's actor."""
 
 import asyncio
 from types import MappingProxyType
@@ -17,7 +17,7 @@ NAMESPACE = "tandem"
 
 
 class RayControl(Control):
-    """One life of the rank whose process is the actor ``name``; looked up at the first call."""
+    """Client of the rank whose process is the actor ``name``, looked up at the first call."""
 
     def __init__(self, name: str, epoch: int) -> None:
         self._name = name
@@ -25,14 +25,17 @@ class RayControl(Control):
         self._actor: Any = None
 
     async def call(self, method: str, payload: bytes) -> bytes:
-        """Raises RankDied when the actor is dead or unknown, RankLost when it cannot be reached or
-        raised instead of answering, Overloaded when Ray has no room for the payload."""
+        """Call a method of the rank.
+
+        Raises RankDied if the actor is dead or unknown, RankLost if it is unreachable or its call
+        raised, and Overloaded if Ray has no space for the payload.
+        """
         try:
             if self._actor is None:
                 self._actor = await asyncio.to_thread(ray.get_actor, self._name, NAMESPACE)
             return await self._actor.call.remote(self._epoch, method, payload)
         except (ValueError, RayError) as error:
-            # The rest of Ray's page is in the controller's word on the death, once.
+            # One line is enough: the controller logs Ray's whole message once.
             text = f"{self._name}: {method}: {error}".partition("\n")[0]
             if isinstance(error, (ObjectStoreFullError, OutOfDiskError)):
                 raise Overloaded(text) from error
@@ -41,7 +44,7 @@ class RayControl(Control):
 
 
 def owner_control(name: str, epoch: int) -> Control:
-    """A life of a prefill rank as decode ranks reach it: over Ray until they know its door."""
+    """Return a client of a prefill rank for decode ranks; uses Ray until its address is known."""
     return CallClient(name, epoch, RayControl(name, epoch))
 
 

@@ -61,9 +61,7 @@ class Controller:
         # Adopt now: after a restart no call may come for long, and gangs need supervision.
         try:
             ray.get_runtime_context().current_actor.ensure_adopted.remote()
-        except (
-            Exception
-        ):  # an error would end the actor: Ray never restarts one whose creation failed
+        except Exception:  # Ray never restarts an actor whose creation failed
             log.exception("what is there is adopted with the first call only")
 
     async def ensure_adopted(self) -> None:
@@ -196,9 +194,7 @@ class Controller:
             self._configure(config)
         for name, supervisor in self._gangs.items():
             found = gangs.get(name, [])
-            supervisor.placement = placed.get(
-                name
-            )  # if it is unknown, its ranks differ and the epoch ends
+            supervisor.placement = placed.get(name)  # if unknown, ranks differ: the epoch ends
             supervisor.history = RestartHistory(has_served=True)
             supervisor.start([ranks_by_name[state.spec.process_name] for state in found], found)
         self._publish()

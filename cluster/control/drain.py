@@ -1,4 +1,4 @@
-"""A gang makes way: it gets nothing new, and what is begun ends there or goes on elsewhere."""
+"""Draining of a gang: it gets no new sequences, and the existing ones finish or migrate."""
 
 import asyncio
 import logging
@@ -14,15 +14,17 @@ log = logging.getLogger(__name__)
 async def drain_and_restart(
     supervisor: GangSupervisor, change_lock: asyncio.Lock, placement: Placement | None
 ) -> None:
-    """Begin its next life, with experts placed so, once its answers have ended, or after
-    ``control.drain_timeout_s``. ``change_lock`` is held while it is stopped and started, not while
-    it is waited for. Raises RankLost if somebody stopped it meanwhile, or has it make way
-    already."""
+    """Drain a gang and restart it with the experts placed as in ``placement``.
+
+    Waits until its sequences have ended, at most ``control.drain_timeout_s``. Holds ``change_lock``
+    only while stopping and starting the gang, not while waiting. Raises RankLost if the gang was
+    stopped during the wait or is already draining.
+    """
     control = supervisor.config.control
     if supervisor.is_draining:
         raise RankLost(f"{supervisor.gang.name} makes way already: try again when it is ready")
     supervisor.drain()
-    await asyncio.sleep(2 * POLL_S)  # what was routed before gateways knew arrives meanwhile
+    await asyncio.sleep(2 * POLL_S)  # requests routed before gateways knew still arrive
     await poll_until(
         lambda: not count_sequences(supervisor), control.drain_timeout_s - 2 * POLL_S, POLL_S
     )
@@ -43,5 +45,5 @@ def check_supervised(supervisor: GangSupervisor) -> None:
 
 
 def count_sequences(supervisor: GangSupervisor) -> int:
-    """Sequences of all ranks, when they were last asked."""
+    """Return the number of sequences on all ranks at the last poll."""
     return sum(state.num_sequences for state in supervisor.ranks.states.values())

@@ -1,4 +1,4 @@
-"""Who or what ended a gang's life: pure decisions over what its ranks said and left."""
+"""Causes of the end of an epoch: pure decisions over the states and crash reports of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,18 +9,19 @@ from tandem.core.progress import LOADING
 from tandem.core.schema import Failure, to_error, to_failure
 
 USER_ERROR, NO_CAPACITY, INTERNAL_FAULT, EXTERNAL = "mistake", "no room", "fault", "outside"
-"""What ends a life: the user's config, want of room, an error of the ranks' own, all else (a
-SIGKILL, a lost machine, silence)."""
+"""Categories of causes: the user's configuration, no capacity, an error of the ranks themselves,
+and all else (a SIGKILL, a lost machine, silence)."""
 CREATION_FAILURE_TEXT = "creation task"
-"""Of Ray's word on an actor whose own code kept it from ever being there."""
+"""Part of Ray's message about an actor whose constructor failed."""
 FATAL_SIGNAL_TEXT = "Fatal Python error"
-"""How faulthandler begins to tell of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
+"""First words of faulthandler's report of a signal that a step may raise: SEGV, ABRT, BUS, FPE,
+ILL."""
 MAX_REPORTED_LOG_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class CrashReport:
-    """What a dead rank left: the end of its log, and who was in its step."""
+    """Traces of a dead rank: the end of its log, and the sequences in its step."""
 
     log: str = ""
     in_flight: InFlightBatch | None = None
@@ -28,8 +29,13 @@ class CrashReport:
 
 @dataclass(frozen=True, slots=True)
 class EpochFailure:
-    """A life ended with ``error``: the ranks ``left`` are well, those that died of it or caused it
-    have left these last ``words``."""
+    """End of an epoch.
+
+    Attributes:
+        error: The cause.
+        survivors: Ranks that are intact.
+        reports: Crash reports of the ranks that died or caused the end.
+    """
 
     error: Exception
     survivors: frozenset[int] = frozenset()
@@ -37,7 +43,7 @@ class EpochFailure:
 
     @property
     def category(self) -> str:
-        """Who is to blame."""
+        """Category of the cause, which decides on the restart."""
         if isinstance(self.error, ValueError):
             return USER_ERROR
         if isinstance(self.error, Overloaded):
@@ -50,7 +56,7 @@ class EpochFailure:
 
     @property
     def failure(self) -> Failure:
-        """What users are told: the error, and the end of each log if that can explain it."""
+        """Failure for users: the error, and the ends of the logs if they can explain it."""
         failure = to_failure(self.error)
         if self.category in (USER_ERROR, NO_CAPACITY):
             return failure
@@ -63,8 +69,10 @@ class EpochFailure:
 
     @property
     def in_flight(self) -> InFlightBatch | None:
-        """Who was in the step that ended it; None if it was no step that did. A killed process, a
-        lost machine and silence never count (design.md, Poison)."""
+        """Sequences of the step that ended the epoch, None if the cause was no step.
+
+        A killed process, a lost machine and silence never count as a step's fault.
+        """
         for report in self.reports:
             if report.in_flight is not None and (self._is_step or FATAL_SIGNAL_TEXT in report.log):
                 return report.in_flight
@@ -76,7 +84,7 @@ class EpochFailure:
 
 
 class EpochOver(Exception):
-    """A life of a gang is over, because of ``cause``; the processes of ``lost`` go with it."""
+    """The epoch has ended because of ``cause``. The processes of ``lost_ranks`` are to be killed."""
 
     def __init__(self, cause: Exception, *lost_ranks: int) -> None:
         super().__init__(str(cause))
@@ -84,13 +92,13 @@ class EpochOver(Exception):
 
 
 def check_states(states: Sequence[RankState]) -> None:
-    """Raises EpochOver if by what all ranks of a gang say it cannot go on."""
+    """Raise EpochOver if the gang cannot continue according to the states of its ranks."""
     for state in states:
         if state.failure is not None:
             raise EpochOver(to_error(state.failure), state.spec.rank)
     ends = [state.epoch_end_cause for state in states if state.epoch_end_cause is not None]
     if ends:
-        # Those who only saw it end know less than who made it end.
+        # The rank that ended the epoch knows more than those that only noticed it.
         raise EpochOver(to_error(min(ends, key=lambda one: one.kind != ProgramFailed.__name__)))
     stuck = [
         state.engine_progress
@@ -107,15 +115,17 @@ def check_states(states: Sequence[RankState]) -> None:
 
 
 def is_starting(state: RankState | None) -> bool:
-    """Whether a rank that has said this last, or nothing yet, ought to get on by itself: it is
-    neither ready nor waits, for the others of its gang to load or for its cluster's weights."""
+    """Return whether a rank with this latest state (None: none yet) should make progress by itself.
+
+    A rank does not if it is ready, or waits for its gang to load or for its cluster's weights.
+    """
     return state is None or (
         not (state.info or state.wait_reason) and state.is_loaded == state.is_joined
     )
 
 
 def describe_activity(state: RankState | None) -> str:
-    """With what a rank that is not ready is busy."""
+    """Return the current activity of a rank that is not ready."""
     if state is None:
         return "starting its process"
     if state.is_joined or state.is_loaded:
@@ -126,8 +136,11 @@ def describe_activity(state: RankState | None) -> str:
 
 
 def laggard(states: Sequence[RankState]) -> RankState:
-    """Whom the others wait for, where some rank is stuck: of those least far in lockstep one that
-    is stuck itself, or else one that does not even try."""
+    """Return the rank that the others wait for, if some rank is stalled.
+
+    Among the ranks that are least far in lockstep, a stalled one takes precedence over one that is
+    idle.
+    """
     known = [
         (state.engine_progress, state) for state in states if state.engine_progress is not None
     ]
@@ -135,7 +148,7 @@ def laggard(states: Sequence[RankState]) -> RankState:
 
 
 def has_failed(state: RankState) -> bool:
-    """Whether its own part of a step is what ended the epoch."""
+    """Return whether the rank's own part of a step ended the epoch."""
     return (
         state.epoch_end_cause is not None and state.epoch_end_cause.kind == ProgramFailed.__name__
     )

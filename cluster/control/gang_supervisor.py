@@ -30,8 +30,8 @@ class EpochCounter:
     """Source of epoch numbers that no two epochs of any gang share.
 
     ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest that
-    any rank has seen. Epochs are at least the wall clock's milliseconds, because a new cluster
-    knows no epochs of a previous one, which may have used many within a second.
+    any rank has seen. Epochs are at least the wall clock's milliseconds: a new cluster does not
+    know the epochs of a previous one, which may have used many within a second.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ray up, cluster up or joined, gateway ready; and left or ended again."""
+"""Start or join of Ray, the cluster and a gateway, and the reverse at exit."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,14 +23,14 @@ async def launch(
 ) -> AsyncIterator[ClusterGateway]:
     """Yield a gateway to the cluster of ``config``.
 
-    Without ``ray_address`` a local Ray and cluster are started for the purpose and ended with
-    it. With one the cluster there is joined, or created, and only left at exit.
+    Without ``ray_address``, a local Ray and cluster are started and ended with the context. With
+    it, the cluster of that Ray is joined or created, and only left at exit.
 
-    Raises ValueError for what the user can mend, such as a missing checkpoint.
+    Raises ValueError for mistakes of the user, such as a missing checkpoint.
     """
     config = with_absolute_paths(config)
     tokenizer = Tokenizer(config.model.path)
-    # A gateway that joins ranks of other machines may be without weights, which ranks check.
+    # A gateway without weights may join ranks on other machines; ranks check the weights.
     if ray_address is None or any(config.model.path.glob("*.safetensors")):
         ModelConfig.from_dir(config.model.path, config.model.ignore_config_keys)
         read_headers(config.model.path)
@@ -67,7 +67,10 @@ def check_tokenizer(tokenizer: Tokenizer, ranks: Sequence[RankInfo]) -> None:
 
 
 def with_absolute_paths(config: TandemConfig) -> TandemConfig:
-    """With paths that mean the same to ranks and other gateways, which may run in other folders."""
+    """Return ``config`` with absolute paths.
+
+    Ranks and other gateways may run in other working directories.
+    """
     sections = {
         name: section.model_copy(
             update={key: value.absolute() for key, value in section if isinstance(value, Path)}

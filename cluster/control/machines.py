@@ -1,4 +1,4 @@
-"""Ranks as Ray actors: detached, one placement group per gang and life, found again by name."""
+"""Ranks as detached Ray actors, found again by name. Each gang has one placement group."""
 
 import asyncio
 import logging
@@ -42,15 +42,17 @@ DETACHED_OPTIONS = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurr
 
 
 class RayRank:
-    """A rank's actor as its supervisor holds it. Calls raise RankLost when it is dead, TimeoutError
-    when that cannot be told now."""
+    """A supervisor's handle of a rank's actor.
+
+    Calls raise RankLost if the actor is dead, and TimeoutError if that is unknown at the moment.
+    """
 
     def __init__(self, name: str, actor: Any) -> None:
         self.name = name
         self._actor = actor
 
     async def get_state(self, incarnation: int, epoch: int, weights: str | None) -> RankState:
-        """See runtime/rank_actor.py: RankActor."""
+        """Return the rank's state; see RankActor in runtime/rank_actor.py."""
         return unpack(
             RankState,
             await self._await_reply(self._actor.get_state.remote(incarnation, epoch, weights)),
@@ -65,15 +67,15 @@ class RayRank:
             raise RankLost(f"{self.name}: {error}") from error
 
     async def open_rendezvous(self) -> Rendezvous:
-        """Of rank 0: where the ranks of a new life meet."""
+        """Open the rendezvous of a new epoch on rank 0."""
         return unpack(Rendezvous, await self._await_reply(self._actor.open_rendezvous.remote()))
 
     async def join(self, spec: RankSpec, rendezvous: Rendezvous) -> None:
-        """Begin a life; ``who`` tells when the rank is ready."""
+        """Start to join an epoch. ``get_state`` reports when the rank is ready."""
         await self._await_reply(self._actor.join.remote(pack(spec), pack(rendezvous)))
 
     async def leave(self) -> None:
-        """End this life of it, not its process. RankLost also if it cannot."""
+        """Leave the epoch; the process stays. Also raises RankLost if the rank cannot leave."""
         await self._await_reply(self._actor.leave.remote())
 
     async def expert_rows(self) -> ExpertRows:
@@ -86,7 +88,7 @@ class RayRank:
         await self._actor.stop.remote()
 
     def kill(self) -> None:
-        """Also ends a stopped process: its raylet does it after five seconds."""
+        """Kill the process. Its raylet also kills a stopped (SIGSTOP) one, after five seconds."""
         ray.kill(self._actor)
 
 
@@ -95,14 +97,18 @@ RanksByNumber = dict[int, RayRank]
 
 
 class RayMachines:
-    """Room from Ray for every rank of a gang at once, on as few machines as may be."""
+    """Placement of each gang's ranks through Ray, all at once and on as few machines as possible."""
 
     async def launch_ranks(
         self, plan: GangPlan, launch: EpochLaunch, config: TandemConfig, ranks: RanksByNumber
     ) -> None:
-        """Add those that are missing to the ``ranks``; they load from now on. Raises Overloaded
-        when there is no room for them, RankLost when that of the others is gone, and when Ray
-        itself does not answer EpochOver, which the others outlive."""
+        """Start the missing ranks of a gang, which then load, and add them to ``ranks``.
+
+        Raises:
+            Overloaded: Ray has no capacity for the gang.
+            RankLost: The placement group of the other ranks no longer exists.
+            EpochOver: Ray itself does not answer. The other ranks survive.
+        """
         config_and_placement = (
             config.model_dump_json(),
             pack(launch.placement) if launch.placement else b"",
@@ -120,7 +126,10 @@ class RayMachines:
             raise EpochOver(lost, *(ranks.keys() & launch.missing)) from error
 
     async def read_crash_report(self, state: RankState) -> CrashReport:
-        """Of a rank that has been killed, from its machine; empty where that cannot be had."""
+        """Read the crash report of a killed rank from its machine.
+
+        Returns an empty report if that is impossible.
+        """
         try:
             async with asyncio.timeout(CRASH_REPORT_TIMEOUT_S):
                 if Path(state.crash_journal_path).exists() or Path(state.log_path).exists():
@@ -134,19 +143,19 @@ class RayMachines:
             return CrashReport()
 
     async def release_placement_group(self, gang: str) -> None:
-        """Give back the room of every life of a gang; its ranks have been killed."""
+        """Remove the gang's placement groups of all epochs. Its ranks have been killed."""
         await asyncio.to_thread(remove_placement_groups, (), gang)
 
 
 def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
-    """The gang's placement group, taken now for the life that it is named by. Blocks."""
+    """Return the placement group of the launch, created if it is for this epoch. Blocks."""
     name = _placement_group_name(plan.name, launch.placement_group_epoch)
     if launch.placement_group_epoch != launch.epoch:
         try:
             return get_placement_group(name)
         except ValueError as error:
             raise RankLost(f"{plan.name}: its room is gone") from error
-    remove_placement_groups(gang=plan.name)  # of lives whose room could not be given back
+    remove_placement_groups(gang=plan.name)  # left over from epochs where the removal failed
     group = placement_group(
         [dict(plan.resources)] * plan.num_ranks,
         strategy="PACK",
@@ -154,14 +163,14 @@ def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
         lifetime="detached",
         bundle_label_selector=[choose_label_selector(plan, _list_machines())] * plan.num_ranks,
     )
-    # Group.ready() would start a worker process of its own just to tell.
+    # Unlike wait(), group.ready() would start a worker process.
     if not group.wait(PLACEMENT_TIMEOUT_S):
         raise Overloaded(no_capacity_message(plan, _list_machines()))
     return group
 
 
 def _list_machines() -> list[Machine]:
-    """Those of Ray that stay."""
+    """Return the machines of Ray that are alive and not draining."""
     free, gone = free_resources_by_node(), draining_nodes()
     return [
         Machine(one["Labels"], one["Resources"], free.get(one["NodeID"], {}))
@@ -173,7 +182,7 @@ def _list_machines() -> list[Machine]:
 def _create_rank(
     spec: RankSpec, resources: Mapping[str, float], group: Any, *extra_args: Any
 ) -> RayRank:
-    """``told`` is what its process gets beside the spec."""
+    """Create a rank's actor. ``extra_args`` follow the spec in its constructor."""
     actor: Any = ray.remote(ACTORS[spec.kind]).options(
         name=spec.process_name,
         num_cpus=resources["CPU"],
@@ -185,7 +194,7 @@ def _create_rank(
 
 
 def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
-    """Packed CrashReport, on the machine of the rank, whose box is of no further use."""
+    """Return the packed CrashReport, on the rank's machine, and delete the crash journal."""
     text, in_step = "", read_crash_journal(crash_journal_path)
     Path(crash_journal_path).unlink(missing_ok=True)
     if Path(log_path).is_file():
@@ -196,7 +205,7 @@ def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
 
 
 def _read_crash_report_remotely(state: RankState) -> CrashReport:
-    """By a task on the machine of the rank, while its placement group tells which one that was."""
+    """Read the report by a task on the rank's machine, which the placement group still identifies."""
     spec = state.spec
     placed = ray.util.placement_group_table(
         get_placement_group(_placement_group_name(spec.gang, placement_group_epoch_of(spec)))
@@ -212,23 +221,23 @@ def _rank_hosts(group: Any, host: str) -> list[str]:
     addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
     found = [placed.get(index, "") for index in range(group.bundle_count)]
     if lost := [index for index, machine in enumerate(found) if machine not in addresses]:
-        # Ray moves what lay on a machine that it has lost; the other ranks keep theirs.
+        # Ray reschedules the bundles of a lost machine; the other ranks keep theirs.
         raise EpochOver(RankLost(f"ranks {lost} have lost their machine and have no other yet"))
     return host_addresses(host, found, addresses)
 
 
 def find_ranks() -> list[RayRank]:
-    """Every rank that Ray knows of, of whatever life. Blocks."""
+    """Return every rank that Ray knows, of any epoch. Blocks."""
     found = []
     for named in ray.util.list_named_actors(all_namespaces=True):
         if named["namespace"] == NAMESPACE and named["name"] != CONTROLLER:
-            with suppress(ValueError):  # it died meanwhile
+            with suppress(ValueError):  # the actor has died since
                 found.append(RayRank(named["name"], ray.get_actor(named["name"], NAMESPACE)))
     return found
 
 
 def find_draining_gangs() -> set[str]:
-    """Gangs with room on a machine that Ray drains. Blocks."""
+    """Return the gangs with placement groups on machines that Ray drains. Blocks."""
     if not (draining := draining_nodes()):
         return set()
     groups = ray.util.placement_group_table().values()
@@ -242,15 +251,17 @@ def find_draining_gangs() -> set[str]:
 
 
 def remove_placement_groups(kept_specs: Sequence[RankSpec] = (), gang: str = "") -> None:
-    """Remove the placement groups of a gang, of all gangs if ``gang`` is "", except those of the
-    ranks that are kept. Blocks."""
+    """Remove the placement groups of ``gang`` ("": of all gangs), except those of ``kept_specs``.
+
+    Blocks.
+    """
     prefix = f"{GROUP_NAME_PREFIX}{gang}." if gang else GROUP_NAME_PREFIX
     names = {
         _placement_group_name(spec.gang, placement_group_epoch_of(spec)) for spec in kept_specs
     }
     for group in ray.util.placement_group_table().values():
         if group["name"].startswith(prefix) and group["name"] not in names:
-            with suppress(ValueError):  # it is gone already
+            with suppress(ValueError):  # already removed
                 remove_placement_group(get_placement_group(group["name"]))
 
 

@@ -74,7 +74,7 @@ class RayMembers:
                     snapshot = await self._without_gangs(snapshot)
                 self.membership = max(self.membership, snapshot, key=attrgetter("version"))
             except ActorDiedError:
-                # Only `tandem stop` ends the controller; a later cluster in this Ray is another one.
+                # Only `tandem stop` ends the controller. A later cluster is a different one.
                 log.error("the cluster was stopped")
                 await asyncio.Event().wait()
             except (RayError, TandemError, ValueError) as error:

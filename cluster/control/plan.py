@@ -1,4 +1,4 @@
-"""Which gangs a config asks for, where their ranks listen, which are whole: pure decisions."""
+"""Gangs of a configuration, addresses of their ranks, and adoption: pure decisions."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,12 +10,12 @@ from tandem.core.membership import RankSpec, RankState
 from tandem.core.placement import Placement
 
 GROUP_LABEL, REPLICA_LABEL = "ray.io/node-group", "tandem/replica"
-"""Labels of machines in Ray: KubeRay's worker group, and there its replica of several hosts."""
+"""Ray labels of machines: KubeRay's worker group, and its multi-host replica in that group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of Ray; what it has of each resource, and what of it is free."""
+    """A machine of Ray: its labels, and the total and free amount of each resource."""
 
     labels: Mapping[str, str]
     total: Mapping[str, float]
@@ -24,8 +24,12 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class GangPlan:
-    """One gang; ``resources`` is what each of its ranks takes of a machine, which is of the
-    ``group`` if it has one."""
+    """Plan of one gang.
+
+    Attributes:
+        resources: Resources that each rank needs.
+        group: Group whose machines the ranks need; None: any machine.
+    """
 
     name: str
     kind: str
@@ -39,7 +43,10 @@ class GangPlan:
     def specs(
         self, epoch: int, hosts: Sequence[str], placement_group_epoch: int = 0
     ) -> list[RankSpec]:
-        """Its ranks in a new life; ``hosts`` has the address of each, ``room`` is RankSpec's."""
+        """Return the specs of all ranks for a new epoch.
+
+        ``hosts`` has the address of each rank. For ``placement_group_epoch`` see RankSpec.
+        """
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
         return [
             RankSpec(
@@ -57,9 +64,14 @@ class GangPlan:
 
 @dataclass(frozen=True, slots=True)
 class EpochLaunch:
-    """Processes to begin for the life ``epoch``: of the ranks ``missing``, in the room that was
-    taken for the life ``room``, which is taken now if it is the same. ``placement`` is where their
-    experts lie, None in plain order."""
+    """Processes to start for an epoch.
+
+    Attributes:
+        placement_group_epoch: Epoch of the placement group. If it equals ``epoch``, the group is
+            created.
+        missing: Ranks to start.
+        placement: Expert placement, None for the default placement.
+    """
 
     epoch: int
     placement_group_epoch: int
@@ -68,7 +80,7 @@ class EpochLaunch:
 
 
 def plan_gangs(config: TandemConfig) -> list[GangPlan]:
-    """Prefill nodes, then decode nodes; colocated nodes follow the decode section."""
+    """Return prefill, then decode gangs; colocated gangs use the decode section."""
     gangs = []
     for kind in config.kinds:
         section = config.of_kind(kind)
@@ -82,9 +94,12 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
 
 
 def choose_label_selector(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str]:
-    """The labels of all machines that a gang may lie on: those of its group and, where that comes
-    in replicas, of one with room for all of it, or that has to get some. Gangs that look at once
-    look in different ones."""
+    """Return the labels of all machines that a gang may be placed on.
+
+    These are the label of its group and, if the group has replicas, the label of one replica. A
+    replica with capacity for the whole gang is preferred. Gangs that choose at the same time choose
+    different replicas.
+    """
     capacity = Counter[str]()
     for machine in plan.machines_in_group(machines):
         of_each = (machine.free.get(name, 0) // num for name, num in plan.resources.items())
@@ -97,7 +112,7 @@ def choose_label_selector(plan: GangPlan, machines: Sequence[Machine]) -> dict[s
 
 
 def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
-    """What is missing for a gang in a Ray of these machines."""
+    """Return a message about the resources that a gang lacks in a Ray of these machines."""
     section = PREFILL if plan.kind == PREFILL else DECODE
     if not (machines_of_group := plan.machines_in_group(machines)):
         known_groups = (
@@ -122,15 +137,21 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
 
 
 def host_addresses(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
-    """The address that each rank listens on, by the machine that it is placed on: that by which Ray
-    knows the machine, the loopback interface's in a Ray of one's own, unless ``host``
-    (``kv_transfer.host``) is another. Machines that join later reach it there."""
+    """Return the address that each rank listens on, given the machine of each rank.
+
+    Unless ``host`` (``kv_transfer.host``) is set, this is the address by which Ray knows the
+    machine. In a local Ray that is the loopback address. Machines that join later reach ranks
+    there.
+    """
     return [addresses[machine] if host == AUTO else host for machine in machines]
 
 
 def adoptable_ranks(states: Sequence[RankState]) -> dict[str, list[RankState]]:
-    """By name, what of each gang goes on: those of the config of the latest epoch that are well,
-    in the room that was taken last, of each rank the latest process; in order."""
+    """Return the ranks to adopt, by gang and in order.
+
+    These are the ranks without failure whose configuration is that of the latest epoch. They must
+    be in the gang's latest placement group. Of each rank the latest process counts.
+    """
     latest = max(states, key=lambda state: state.spec.epoch, default=None)
     config_json = None if latest is None else latest.config_json
     well = [s for s in states if s.failure is None and s.config_json == config_json]
@@ -147,11 +168,11 @@ def adoptable_ranks(states: Sequence[RankState]) -> dict[str, list[RankState]]:
 
 
 def placement_group_epoch_of(spec: RankSpec) -> int:
-    """The life for which its room was taken."""
+    """Return the epoch for which the rank's placement group was created."""
     return spec.placement_group_epoch or spec.epoch
 
 
 def is_complete(states: Sequence[RankState]) -> bool:
-    """Whether these are all ranks of one life of a gang."""
+    """Return whether ``states`` are all ranks of one epoch of a gang."""
     epochs = {state.spec.epoch for state in states}
     return len(epochs) == 1 and len(states) == states[0].spec.num_ranks

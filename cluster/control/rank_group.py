@@ -212,7 +212,7 @@ class RankGroup:
         try:
             async with asyncio.timeout(LEAVE_TIMEOUT_S):
                 await self.handles[rank].leave()
-            if rank in self.handles:  # it may have been killed during the call
+            if rank in self.handles:  # a rank may be killed during the call
                 self._num_unanswered[rank] = 0
         except Exception as error:
             log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
@@ -231,7 +231,7 @@ class RankGroup:
                 raise EpochOver(answer, rank)
             if isinstance(answer, RankState):
                 if not self.weights.record(self.handles[rank], answer.weights):
-                    # It started to load before the cluster's weights were known.
+                    # The rank started to load before the cluster's weights were known.
                     raise EpochOver(
                         RankLost(
                             f"{answer.spec.epoch_name}: holds weights {answer.weights}, but its "

@@ -1,10 +1,12 @@
-"""All that we use of Ray's private names, which a version may change; tried with 2.59 and 2.60.
+"""All uses of Ray's private names, which may change with a version. Tested with 2.59 and 2.60.
 
-``worker.print_to_stdstream`` gets what Ray says of its troubles; ``services`` finds the Ray of an
-address, and ``authentication`` reads our token as Ray does; ``ray_constants`` and the variables
-let a Ray of one's own listen on loopback only, and ``node.Node`` start fewer processes; the head's
-resource keeps the controller where Ray itself lives; ``state`` tells which machines are to go, and
-what is free on each. Two more variables bound what a call carries itself.
+- ``worker.print_to_stdstream`` receives Ray's diagnostics.
+- ``services`` resolves an address, and ``authentication`` reads our token as Ray does.
+- ``ray_constants`` and environment variables keep a local Ray on the loopback interface.
+- ``node.Node`` starts fewer processes, after two of its methods are replaced.
+- The head's resource keeps the controller on the head.
+- ``state`` lists draining machines and free resources.
+- Two environment variables bound the arguments that a call carries inline.
 """
 
 import logging
@@ -15,21 +17,21 @@ from ray._private.authentication import authentication_token_setup as tokens
 
 log = logging.getLogger(__name__)
 HEAD_RESOURCE = "node:__internal_head__"
-"""A resource of the machine where the cluster began."""
+"""Resource of the machine on which Ray's head runs."""
 _INLINE_BYTES = str(32 << 20)
-"""Twice the largest message of a client."""
+"""Twice the maximum size of a client's message."""
 
 
 def redirect_ray_messages() -> None:
-    """Ray prints its troubles to stdout, which is for answers."""
+    """Log Ray's diagnostics instead of printing them to stdout, which is reserved for answers."""
     worker.print_to_stdstream = lambda said, **_: log.warning("Ray: %s", "\n".join(said["lines"]))
 
 
 def send_arguments_inline() -> None:
-    """Before a Ray is started or joined: let calls carry their arguments themselves.
+    """Make calls carry their arguments inline. Call this before Ray is started or joined.
 
     Ray puts arguments of more than 100 kB, such as long prompts, into its object store. Its pages
-    lie in /dev/shm and are not reserved: when that is full, a write to them ends the gateway and
+    are in /dev/shm and not reserved. When /dev/shm is full, a write to them kills the gateway and
     Ray's own processes by SIGBUS.
     """
     names = "RAY_max_direct_call_object_size", "RAY_task_rpc_inlined_bytes_limit"
@@ -37,29 +39,34 @@ def send_arguments_inline() -> None:
 
 
 def draining_nodes() -> set[str]:
-    """Ids of the machines that Ray drains. Blocks."""
+    """Return the ids of the machines that Ray drains. Blocks."""
     return set(state.state.get_draining_nodes())
 
 
 def free_resources_by_node() -> dict[str, dict[str, float]]:
-    """By id of a machine, what is free of its resources. Blocks."""
+    """Return the free resources of each machine, by its id. Blocks."""
     free: dict[str, dict[str, float]] = state.state.available_resources_per_node()
     return free
 
 
 def resolve_head_address(address: str) -> str | None:
-    """Where the Ray of ``--ray-address`` listens, once our token for it is read: Ray does that by
-    itself only where it was given no address."""
+    """Return the address of the Ray head for ``--ray-address``, after loading our auth token.
+
+    Ray itself loads the token only if no address is given.
+    """
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     found: str | None = services.canonicalize_bootstrap_address(address)
     return found
 
 
 def isolate_local_ray() -> None:
-    """Before a Ray of one's own starts. It replaces a loopback address by an outer one unless it is
-    told that there is no cluster: this process reads the constant, those that it starts the
-    variable. Nor are ranks nice, as Ray makes them: beside one busy process they would stand still.
-    It never grows, and prints no logs here: two processes less at its start."""
+    """Configure the local Ray that this process is about to start.
+
+    Ray replaces a loopback address by an external one unless clusters are disabled. This process
+    reads the constant, its child processes the variable. Ranks get niceness 0 instead of Ray's
+    default, because one busy process would starve them. Ray's monitor and log monitor are not
+    started: a local Ray never grows, and prints no logs here.
+    """
     os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_worker_niceness": "0"}
     ray_constants.ENABLE_RAY_CLUSTER = False
     node.Node.start_monitor = node.Node.start_log_monitor = lambda self: None

@@ -1,4 +1,4 @@
-"""A Ray of one's own that ends with this process, or one that is there already."""
+"""Connection to an existing Ray, or a local Ray that ends with this process."""
 
 import asyncio
 import logging
@@ -20,17 +20,19 @@ from tandem.core.user_cache import user_home
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S, JOIN_TIMEOUT_S = 10.0, 60.0
-"""For a connection to a Ray, and for all of joining it: Ray itself tries for many minutes."""
+"""Seconds for a connection to Ray, and for joining it as a whole. Ray itself retries for many
+minutes."""
 INIT_OPTIONS = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
 
 
 @asynccontextmanager
 async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[None]:
-    """Connected to the Ray at ``address`` ("auto": the one on this machine), which is only left.
+    """Connect to the Ray at ``address`` ("auto": the one on this machine), and leave it at exit.
 
-    None is a Ray of one's own that listens on the loopback interface only: none of its processes
-    outlives the block, nor this process, even if that is killed.
-    Raises ValueError when there is no Ray at ``address`` or it does not let us in.
+    For None, start a local Ray that listens on the loopback interface only. None of its processes
+    outlives the block or this process, even if this process is killed.
+
+    Raises ValueError if there is no Ray at ``address`` or if it denies access.
     """
     ray_private.redirect_ray_messages()
     ray_private.send_arguments_inline()
@@ -40,11 +42,11 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
             await _join_with_deadline(address)
         else:
             before = reaper.descendants(os.getpid())
-            # Not on a thread of its own: Ray's processes die with the one that began them.
+            # On an executor thread, which stays: Ray's processes die with the thread that started them.
             starting = asyncio.create_task(asyncio.to_thread(_start_local_ray, num_cpus))
             try:
                 await asyncio.shield(starting)
-            finally:  # what it starts is ours to end
+            finally:  # wait, to end all processes that it starts
                 await asyncio.wait([starting])
             watcher = _start_reaper(set(reaper.descendants(os.getpid())) - set(before))
         yield
@@ -83,6 +85,6 @@ def _join(address: str) -> None:
 
 def _start_local_ray(num_cpus: int) -> None:
     ray_private.isolate_local_ray()
-    os.environ["HOME"] = str(user_home())  # where Ray keeps its token, and ranks what they compile
+    os.environ["HOME"] = str(user_home())  # for Ray's token and the ranks' compiled files
     sizes = {"num_cpus": num_cpus, "object_store_memory": OBJECT_STORE_BYTES}
     ray.init(address="local", include_dashboard=False, **sizes, **INIT_OPTIONS)

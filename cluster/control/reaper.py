@@ -1,7 +1,7 @@
-"""Run as a script: ends every process of a local Ray once its driver is gone, however it went.
+"""Script that kills every process of a local Ray after its driver has ended, for whatever reason.
 
-Some of Ray's processes follow a killed driver late, and stopped ones not at all. Only the
-standard library, so that it costs next to nothing.
+Some of Ray's processes end late after a killed driver, and stopped ones never end. Uses only the
+standard library, so that it starts fast.
 """
 
 import os
@@ -13,19 +13,22 @@ SCAN_PERIOD_S = 0.5
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below ``pid``."""
+    """Return all descendants of process ``pid``."""
     direct: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{thread}/children") as file:
                 direct += map(int, file.read().split())
     except OSError:
-        pass  # it has ended meanwhile
+        pass  # the process has ended
     return direct + [descendant for child in direct for descendant in descendants(child)]
 
 
 def started_at(pid: int) -> str | None:
-    """When a process began, in ticks: with its pid this is one process only. None if dead."""
+    """Return the start time of a process in ticks, None if it is dead.
+
+    Together with the pid it identifies one process.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -35,8 +38,12 @@ def started_at(pid: int) -> str | None:
 
 
 def main() -> None:
-    """Watches the trees of the processes given as arguments until standard input closes, which it
-    does when the parent ends or asks for the end; then kills what has ever been in them."""
+    """Watch the process trees of the pids in the arguments until standard input closes, then kill
+    them.
+
+    Standard input closes when the parent ends or requests the end. Processes that were in a tree at
+    any time are killed.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     roots, known = [int(text) for text in sys.argv[1:]], dict[int, str]()

@@ -1,6 +1,7 @@
-"""Experts where they balance best: one placement from what a gang has counted, and its next life.
+"""Rebalancing of experts: compute a placement from a gang's row counts and restart the gang with
+it.
 
-The gang is drained and begun anew with it; who asks does so for one gang after the other.
+The gang is drained first. Callers rebalance one gang after the other.
 """
 
 import asyncio
@@ -16,13 +17,19 @@ from tandem.core.membership import READY, ExpertRows, Gang
 from tandem.core.schema import to_error
 
 MIN_GAIN = 0.01
-"""Of the ratio, for which a gang is begun anew."""
+"""Minimum gain of the balance ratio for which a gang is restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RebalanceResult:
-    """``num_rows`` were counted; their balance ratio as experts lay ``before`` and as they would
-    lie ``after``. The gang was begun anew if ``is_moved``."""
+    """Result of a rebalance.
+
+    Attributes:
+        num_rows: Number of rows counted.
+        before: Balance ratio of the counted rows in the previous placement.
+        after: Balance ratio in the best placement.
+        is_moved: Whether the gang was restarted with the best placement.
+    """
 
     gang: str
     num_rows: int
@@ -32,8 +39,10 @@ class RebalanceResult:
 
 
 async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) -> RebalanceResult:
-    """See ``drain_and_restart`` for ``change_lock``. Raises RankLost while the gang is not ready,
-    and what ended its next life."""
+    """Rebalance the experts of a gang. For ``change_lock`` see ``drain_and_restart``.
+
+    Raises RankLost if the gang is not ready, and the failure of its next epoch if that ends early.
+    """
     gang = supervisor.gang
     if gang.state != READY:
         raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
@@ -67,12 +76,12 @@ async def _wait_until_ready(supervisor: GangSupervisor) -> None:
 
 
 def sum_expert_rows(rows_of_ranks: Sequence[ExpertRows]) -> list[list[int]]:
-    """Of all ranks, by layer and expert."""
+    """Return the rows of all ranks together, by layer and expert."""
     layers = zip(*(rows.rows_LE for rows in rows_of_ranks), strict=True)
     return [[sum(counts) for counts in zip(*ranks, strict=True)] for ranks in layers]
 
 
 def num_machines(gang: Gang) -> int:
-    """That its ranks lie on, 1 where they are not spread evenly."""
+    """Return the number of machines of the gang, 1 if its ranks are not spread evenly."""
     hosts = Counter(member.spec.host for member in gang.members)
     return len(hosts) if len(set(hosts.values())) == 1 else 1

@@ -1,4 +1,4 @@
-"""What follows a life of a gang: a pure decision over how it ended and what came before."""
+"""Decision on the restart of a gang: a pure function of how its epoch ended and of its history."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,14 @@ MAX_BACK_OFF_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RestartHistory:
-    """Whether a life of a gang was ever ready, and the moment at which the present one will have
-    served for long, None before it is ready; of those since one that did, how many died, want of
-    room apart, and how many of these by a fault of their own."""
+    """History of a gang.
+
+    Attributes:
+        has_served: Whether any epoch was ever ready.
+        stable_at: Time at which the current epoch counts as stable; None before it is ready.
+        num_failures: Epochs that ended since the last stable one, except for lack of capacity.
+        num_faults: Number of these that ended by a fault of the ranks themselves.
+    """
 
     has_served: bool = False
     stable_at: float | None = None
@@ -22,8 +27,13 @@ class RestartHistory:
 
 @dataclass(frozen=True, slots=True)
 class RestartDecision:
-    """The ``history`` from now on; the pause before the next life, None if this one was the last
-    until somebody attaches; the ranks ``kept`` for it, all others are killed."""
+    """Decision after an epoch.
+
+    Attributes:
+        history: History of the gang from here on.
+        pause_s: Seconds before the next epoch; None if there is none until a gateway attaches.
+        kept_ranks: Ranks that the next epoch keeps. All others are killed.
+    """
 
     history: RestartHistory
     pause_s: float | None
@@ -33,8 +43,11 @@ class RestartDecision:
 def decide_restart(
     history: RestartHistory, failed_epoch: EpochFailure, now: float
 ) -> RestartDecision:
-    """After a life that ended ``now``. Pauses grow with faults in a row; nothing from outside makes
-    them longer. Only the user's mistake, and want of room for who never served, are final."""
+    """Decide on the restart after an epoch that ended at ``now``.
+
+    Pauses grow with consecutive faults. External causes do not make them longer. Only two causes
+    are final: a mistake of the user, and a lack of capacity for a gang that never served.
+    """
     category, has_served = failed_epoch.category, history.has_served
     if history.stable_at is not None and now >= history.stable_at:
         history = RestartHistory()

@@ -2,10 +2,10 @@
 
 
 class ClusterWeights:
-    """Digest of the weights of a cluster, known from the ranks that hold them.
+    """Digest of a cluster's weights, known from the ranks that hold them.
 
-    The first rank that holds weights decides. If no such rank is left, the next one decides: a
-    cluster whose ranks have all ended serves whatever lies under its path then.
+    The first rank that holds weights decides. If no such rank is left, the next one decides: after
+    all ranks have ended, a cluster serves the weights that are then under its path.
     """
 
     def __init__(self) -> None:
@@ -18,8 +18,10 @@ class ClusterWeights:
         return next(iter(self.digest_by_rank.values()), "")
 
     def record(self, rank: object, digest: str) -> bool:
-        """Note what a rank holds, "" if nothing yet. Return False, and note nothing, if the cluster
-        has other weights."""
+        """Record the digest of a rank's weights, "" if it holds none yet.
+
+        Returns False, and records nothing, if the cluster has other weights.
+        """
         is_same = digest in ("", self.digest or digest)
         if digest and is_same:
             self.digest_by_rank[rank] = digest

@@ -118,7 +118,8 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:
-        """Turn an error in the part that all ranks compute together into the end of the epoch."""
+        """Return a context in which any error ends the epoch, because all ranks compute it
+        together."""
         try:
             yield
         except EpochEnded:
@@ -128,7 +129,11 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Abort the collectives after a timeout, because those of a device have none."""
+        """Return a context for waits for the device.
+
+        After a timeout the reader thread aborts the collectives, because those of a device have no
+        timeout.
+        """
         self._due_at = self._clock() + self._timeout_s()
         try:
             yield
