@@ -109,7 +109,7 @@ class RankActor:
         return await parts.start_rank(self.builder, *given, **self.build_options)
 
     async def open_rendezvous(self) -> bytes:
-        """Start the planner of a new epoch on rank 0; return the packed Rendezvous for all ranks."""
+        """Start the planner of a new epoch on rank 0; return the packed Rendezvous."""
         await self.leave()
         planner_server = import_module("tandem.runtime.gang.planner_server")
         self._planner_server = planner_server.PlannerServer(self._spec.num_ranks, self._spec.host)

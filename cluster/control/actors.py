@@ -27,8 +27,10 @@ class RayControl(Control):
     async def call(self, method: str, payload: bytes) -> bytes:
         """Call a method of the rank.
 
-        Raises RankDied if the actor is dead or unknown, RankLost if it is unreachable or its call
-        raised, and Overloaded if Ray has no space for the payload.
+        Raises:
+            RankDied: The actor is dead or unknown.
+            RankLost: The actor is unreachable, or its call raised.
+            Overloaded: Ray has no space for the payload.
         """
         try:
             if self._actor is None:

@@ -30,7 +30,7 @@ class EpochCounter:
     """Source of epoch numbers that no two epochs of any gang share.
 
     ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest that
-    any rank has seen. Epochs are at least the wall clock's milliseconds: a new cluster does not
+    any rank has seen. Epochs are at least the wall clock's milliseconds. A new cluster does not
     know the epochs of a previous one, which may have used many within a second.
     """
 

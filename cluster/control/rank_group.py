@@ -199,7 +199,7 @@ class RankGroup:
         self._retry_kills()
 
     def _retry_kills(self) -> None:
-        """Kill the ranks to be killed. Those that Ray fails to kill are retried on the next poll."""
+        """Kill the queued ranks. Those that Ray fails to kill are retried on the next poll."""
         pending, self._kill_pending = self._kill_pending, []
         for rank in pending:
             try:

@@ -1,12 +1,10 @@
 """All uses of Ray's private names, which may change with a version. Tested with 2.59 and 2.60.
 
-- ``worker.print_to_stdstream`` receives Ray's diagnostics.
-- ``services`` resolves an address, and ``authentication`` reads our token as Ray does.
-- ``ray_constants`` and environment variables keep a local Ray on the loopback interface.
-- ``node.Node`` starts fewer processes, after two of its methods are replaced.
-- The head's resource keeps the controller on the head.
-- ``state`` lists draining machines and free resources.
-- Two environment variables bound the arguments that a call carries inline.
+``worker.print_to_stdstream`` receives Ray's diagnostics. ``services`` resolves an address, and
+``authentication`` reads our token as Ray does. ``ray_constants`` and environment variables keep a
+local Ray on the loopback interface. ``node.Node`` has two methods that start processes and are
+replaced. The head's resource keeps the controller on the head. ``state`` lists draining machines
+and free resources. Two environment variables bound the arguments that a call carries inline.
 """
 
 import logging

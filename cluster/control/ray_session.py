@@ -42,7 +42,7 @@ async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[N
             await _join_with_deadline(address)
         else:
             before = reaper.descendants(os.getpid())
-            # On an executor thread, which stays: Ray's processes die with the thread that started them.
+            # On an executor thread, because Ray's processes die with the thread that started them.
             starting = asyncio.create_task(asyncio.to_thread(_start_local_ray, num_cpus))
             try:
                 await asyncio.shield(starting)

@@ -4,8 +4,8 @@
 class ClusterWeights:
     """Digest of a cluster's weights, known from the ranks that hold them.
 
-    The first rank that holds weights decides. If no such rank is left, the next one decides: after
-    all ranks have ended, a cluster serves the weights that are then under its path.
+    The first rank that holds weights decides. If no such rank is left, the next one decides. After
+    all ranks have ended, a cluster therefore serves the weights that are then under its path.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A rank's client of its gang's planner: sends proposals, receives plans, detects the epoch's end."""
+"""A rank's client of the gang's planner: sends proposals, receives plans, detects epoch ends."""
 
 import math
 import selectors
