@@ -61,10 +61,10 @@ def chain_shapes(depth: int) -> DraftShapes:
 
 
 def dynamic_tree_shapes(num_nodes: int, depth: int, width: int = 0) -> DraftShapes:
-    """Return shapes of trees whose parents each step chooses: empty, then sizes doubling to
-    ``num_nodes``.
+    """Return shapes of dynamic trees: an empty one, then sizes that double up to ``num_nodes``.
 
-    The search for a tree writes ``width`` nodes of each depth except the last to caches.
+    Each step chooses the parents. The search writes ``width`` nodes of each depth except the last
+    to caches.
     """
     bounds = ((num, min(num, depth)) for num in _sizes(num_nodes))
     return chain_shapes(0) + tuple(DraftShape(*one, None, width * (one[1] - 1)) for one in bounds)

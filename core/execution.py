@@ -3,15 +3,15 @@
 from typing import Protocol
 
 EAGER, RECORDED, CAPTURED = "eager", "recorded", "captured"
-"""Run in Python on every call; replayed without Python, recorded by the first call; a device graph,
-captured in advance."""
+"""Executed by Python on every call; recorded by the first call and replayed without Python; a
+device graph captured in advance."""
 
 
 class CatchUpPolicy(Protocol):
-    """How a drafter that may be left out of steps catches up later.
+    """Rules by which a drafter that may be left out of steps catches up later.
 
     Backlog (how far a row lags) and catch-up width (how much one step catches up) are in units of
-    the drafter. Width 0 means that a step without drafts leaves the drafter out.
+    the drafter. Width 0 leaves the drafter out of a step without drafts.
 
     Attributes:
         initial_backlog: Backlog of a row that has just started.
@@ -20,10 +20,16 @@ class CatchUpPolicy(Protocol):
     initial_backlog: int
 
     def catch_up_width(self, depth: int, backlog: int) -> int:
-        """Return the width that such a step needs if no row has more than ``backlog``."""
+        """Return the width for a step of draft depth ``depth`` if no row has more ``backlog``."""
 
     def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
-        """Return the maximum backlog of a row after such a step."""
+        """Return the maximum backlog of a row after a step.
+
+        Args:
+            before: Maximum backlog before the step.
+            depth: Draft depth of the step.
+            catch_up_width: Catch-up width of the step.
+        """
 
     def common_widths(self, depth: int) -> tuple[int, ...]:
-        """Return the widths of such steps in normal operation, the most frequent first."""
+        """Return the widths usual for steps of draft depth ``depth``, the most frequent first."""

@@ -41,13 +41,14 @@ class ModelInfo:
 class RankStatus(RankLoad):
     """State of a rank according to its latest heartbeat.
 
-    For a rank that does not respond, only ``alive`` = False and ``cause`` are set.
+    For a rank that does not respond, only its name, ``alive`` = False and perhaps ``cause`` are
+    known.
 
     Attributes:
         kind: prefill, decode or colocated.
         max_tokens: Capacity of its cache in tokens.
         balance_ratio: Balance of expert rows over the gang's ranks in (0, 1] (core/eplb.py).
-        cause: Reason why it does not respond, "" if the controller has none.
+        cause: Reason why it gets no requests, "" if there is none or it is unknown.
         born: Epoch in which its process loaded the weights.
     """
 

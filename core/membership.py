@@ -113,8 +113,7 @@ class RankInfo:
 class InFlightBatch:
     """The sequences of a step.
 
-    ``is_isolated``: it has one sequence, which runs alone because it is suspected of crashing a
-    rank.
+    ``is_isolated``: there is one, which runs alone because it is suspected of crashing a rank.
     """
 
     identities: tuple[Identity, ...]
@@ -143,9 +142,8 @@ class RankState:
         crash_journal_path: File that records the sequences of its steps, on its machine.
         num_sequences: Number of sequences that it holds.
         placement: Digest of its gang's expert placement, "" for the default placement.
-        epoch_end_cause: Reason why the epoch ended. Process and weights are intact, and the rank
-            may
-            join the next epoch.
+        epoch_end_cause: Reason why the epoch ended; process and weights are intact, and the rank
+            may join the next epoch.
         activity: Current activity of its startup.
         weights: Digest of the weights that it holds or loads, "" until they are checked.
         wait_reason: Reason why it does not load: its files hold other weights than its cluster's.

@@ -68,10 +68,9 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def poll_until(condition: Callable[[], Result], within_s: float, every_s: float) -> Result:
-    """Poll ``condition`` until it is truthy or ``within_s`` seconds have passed; return its last
-    value.
+    """Poll ``condition`` every ``every_s`` seconds and return its last value.
 
-    The pause between two polls is ``every_s`` seconds.
+    Returns when the value is truthy or ``within_s`` seconds have passed.
     """
     ends_at = asyncio.get_running_loop().time() + within_s
     while not (found := condition()) and asyncio.get_running_loop().time() < ends_at:

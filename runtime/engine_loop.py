@@ -20,7 +20,7 @@ from tandem.runtime.crash_journal import CrashJournal
 from tandem.runtime.stall_detector import StallDetector
 
 MAX_FAILED_STEPS = 4
-"""Consecutive failed steps that are tolerated. One more means that the engine itself is broken."""
+"""Maximum consecutive failed steps. One more means that the engine itself is broken."""
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -77,8 +77,7 @@ class EngineLoop:
         self._on_failure.append(callback)
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Register a callback for the engine thread to call when it ends, after its engines have
-        closed."""
+        """Register a callback for the end of the engine thread, after its engines have closed."""
         self._on_end.append(callback)
 
     def start(self) -> None:

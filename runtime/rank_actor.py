@@ -87,8 +87,7 @@ class RankActor:
         self._leaving = asyncio.Lock()
 
     async def load(self, spec: RankSpec, config: TandemConfig) -> Any:
-        """Load the ``ResidentModel`` (runtime/parts.py), which the rank keeps while its gang
-        restarts."""
+        """Load the ``ResidentModel`` (runtime/parts.py), which the rank keeps across epochs."""
         on_startup_progress.set(self._on_start)
         parts = await asyncio.to_thread(import_module, "tandem.runtime.parts")
         return await asyncio.to_thread(
@@ -159,9 +158,7 @@ class RankActor:
         Args:
             incarnation: Incarnation of the controller.
             epoch: Latest epoch of the controller.
-            weights: Digest of the cluster's weights, "" if no rank holds any, None if the caller
-                does not
-                know it.
+            weights: Digest of the cluster's weights, "" if no rank holds any, None if unknown.
         """
         self._cluster_weights = self._cluster_weights if weights is None else weights
         if self._loading is None:

@@ -88,8 +88,7 @@ class Controller:
             return encode_failure(error)
 
     async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
-        """Return the packed Membership once it is newer than the given version, or after
-        ``wait_s``."""
+        """Return the packed Membership once it is newer than the version, or after ``wait_s``."""
         await self.ensure_adopted()
         if incarnation > self._epochs.seen[0]:  # no rank survived, and the clock was set back
             self._epochs.seen = incarnation + 1, self._epochs.seen[1]
@@ -100,8 +99,7 @@ class Controller:
         return pack(self._snapshot)
 
     async def report(self, gang: str, epoch: int, reason: str) -> None:
-        """Handle a gateway's report of a suspicious epoch: check whether the gang's ranks still
-        answer."""
+        """Handle a gateway's suspicion of an epoch: check whether the gang's ranks still answer."""
         await self.ensure_adopted()
         if gang in self._gangs:
             self._gangs[gang].report(epoch, reason)
@@ -201,7 +199,7 @@ class Controller:
         self._background.start(run_periodically(POLL_S, self._relocate_gangs))
 
     async def _relocate_gangs(self) -> None:
-        """Restart gangs whose machines Ray drains on other machines."""
+        """Move gangs away from machines that Ray drains."""
         for name in (
             await run_in_thread(find_draining_gangs) & self._gangs.keys()
         ) - self._relocating_gangs:

@@ -14,8 +14,7 @@ and all else (a SIGKILL, a lost machine, silence)."""
 CREATION_FAILURE_TEXT = "creation task"
 """Part of Ray's message about an actor whose constructor failed."""
 FATAL_SIGNAL_TEXT = "Fatal Python error"
-"""First words of faulthandler's report of a signal that a step may raise: SEGV, ABRT, BUS, FPE,
-ILL."""
+"""Start of faulthandler's report of a signal that a step may raise: SEGV, ABRT, BUS, FPE, ILL."""
 MAX_REPORTED_LOG_BYTES = 2000
 
 
@@ -84,7 +83,7 @@ class EpochFailure:
 
 
 class EpochOver(Exception):
-    """The epoch has ended because of ``cause``. The processes of ``lost_ranks`` are to be killed."""
+    """End of an epoch because of ``cause``. The processes of ``lost_ranks`` are to be killed."""
 
     def __init__(self, cause: Exception, *lost_ranks: int) -> None:
         super().__init__(str(cause))

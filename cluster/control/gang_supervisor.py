@@ -80,15 +80,13 @@ class GangSupervisor:
         return self._task is not None and not self._task.done()
 
     def start(self, ranks: "Sequence[RayRank]" = (), adopted: Sequence[RankState] = ()) -> None:
-        """Start supervising the gang.
-
-        If it is already supervised, only reset its count of failures.
+        """Start supervising the gang. If it is supervised already, only reset its count of
+        failures.
 
         Args:
             ranks: Processes to adopt; empty to start new ones.
-            adopted: States of ``ranks``. The epoch continues if they are complete, otherwise they
-                join a
-                new one.
+            adopted: States of ``ranks``. If complete, their epoch continues, otherwise a new one
+                starts.
         """
         before = self.history
         self.history = RestartHistory(

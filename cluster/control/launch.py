@@ -1,4 +1,4 @@
-"""Start or join of Ray, the cluster and a gateway, and the reverse at exit."""
+"""Startup of a gateway: start or join Ray and the cluster, and end or leave them at exit."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager

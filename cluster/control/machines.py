@@ -97,7 +97,7 @@ RanksByNumber = dict[int, RayRank]
 
 
 class RayMachines:
-    """Placement of each gang's ranks through Ray, all at once and on as few machines as possible."""
+    """Placement of a gang's ranks by Ray, all at once and on the fewest possible machines."""
 
     async def launch_ranks(
         self, plan: GangPlan, launch: EpochLaunch, config: TandemConfig, ranks: RanksByNumber
@@ -205,7 +205,7 @@ def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
 
 
 def _read_crash_report_remotely(state: RankState) -> CrashReport:
-    """Read the report by a task on the rank's machine, which the placement group still identifies."""
+    """Read the report by a task on the rank's machine, known from the placement group."""
     spec = state.spec
     placed = ray.util.placement_group_table(
         get_placement_group(_placement_group_name(spec.gang, placement_group_epoch_of(spec)))
@@ -237,7 +237,7 @@ def find_ranks() -> list[RayRank]:
 
 
 def find_draining_gangs() -> set[str]:
-    """Return the gangs with placement groups on machines that Ray drains. Blocks."""
+    """Return the gangs with bundles on machines that Ray drains. Blocks."""
     if not (draining := draining_nodes()):
         return set()
     groups = ray.util.placement_group_table().values()

@@ -95,8 +95,7 @@ class RayMembers:
         return replace(snapshot, gangs=())
 
     async def wait_until_started(self, on_progress: OnProgress) -> None:
-        """Wait until the cluster can serve: no gang is in its first start, and each kind has a
-        ready gang.
+        """Wait until each kind has a ready gang and no gang is in its first start.
 
         Raises the failure of a gang that the controller has given up.
         """
@@ -149,10 +148,10 @@ async def rebalance_gang(name: str) -> RebalanceResult:
 
 
 async def stop_cluster(deadline_s: float) -> list[str]:
-    """End the cluster of this Ray, even if another process started it; return the names of its
-    ranks.
+    """End the cluster of this Ray and return the names of its ranks.
 
-    Ranks have ``deadline_s`` seconds to stop by themselves. The remaining ones are killed.
+    Any process may do so, not only the one that started the cluster. Ranks have ``deadline_s``
+    seconds to stop by themselves. The remaining ones are killed.
     """
     ranks = await run_in_thread(find_ranks)
     try:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tandem.cluster.control.machines import RayRank
 
 LEAVE_TIMEOUT_S = 10.0
-"""Seconds that a rank may take to leave an epoch. To kill a stopped peer takes five of them."""
+"""Seconds that a rank may take to leave an epoch. Killing a stopped peer, for which it waits, takes
+five of them."""
 MAX_UNANSWERED = 5
 """Consecutive polls that a rank that is not ready may leave unanswered.
 
@@ -87,9 +88,7 @@ class RankGroup:
         self._stalled_ranks()
         silent = self._silent = await self._poll(self.handles, seen)
         if stalled := self._stalled_ranks():
-            lost = (
-                silent or stalled
-            )  # others may be blocked on the silent rank, whatever its last state
+            lost = silent or stalled  # stalled ranks may be blocked on a silent one
             bound = f"{self.control.startup_timeout_s:g} s (control.startup_timeout_s)"
             raise EpochOver(
                 RankLost(f"{self._startup_note(lost[0])}: no progress for {bound}"), *lost
@@ -219,8 +218,7 @@ class RankGroup:
             self.kill([rank])
 
     async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
-        """Poll ``ranks``, store their states, and return the silent ones. Raises EpochOver if one
-        is dead."""
+        """Poll ``ranks``, store their states, return silent ranks. Raises EpochOver if one is dead."""
         polls = {
             rank: self._call(self.handles[rank].get_state, *seen, self.weights.digest)
             for rank in ranks

@@ -26,11 +26,11 @@ def redirect_ray_messages() -> None:
 
 
 def send_arguments_inline() -> None:
-    """Make calls carry their arguments inline. Call this before Ray is started or joined.
+    """Make calls carry arguments of up to 32 MiB inline. Call this before Ray is started or joined.
 
-    Ray puts arguments of more than 100 kB, such as long prompts, into its object store. Its pages
-    are in /dev/shm and not reserved. When /dev/shm is full, a write to them kills the gateway and
-    Ray's own processes by SIGBUS.
+    Ray puts arguments of more than 100 kB, for example prompts, into its object store. The pages of
+    the store are in /dev/shm and not reserved. When /dev/shm is full, a write to them kills the
+    gateway and Ray's own processes by SIGBUS.
     """
     names = "RAY_max_direct_call_object_size", "RAY_task_rpc_inlined_bytes_limit"
     os.environ |= dict.fromkeys(names, _INLINE_BYTES)

@@ -39,10 +39,10 @@ def started_at(pid: int) -> str | None:
 
 def main() -> None:
     """Watch the process trees of the pids in the arguments until standard input closes, then kill
-    them.
+    all.
 
-    Standard input closes when the parent ends or requests the end. Processes that were in a tree at
-    any time are killed.
+    Standard input closes when the parent ends or requests the end. All processes that were in a
+    tree at any time are killed.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

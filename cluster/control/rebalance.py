@@ -1,5 +1,4 @@
-"""Rebalancing of experts: compute a placement from a gang's row counts and restart the gang with
-it.
+"""Rebalancing of experts: compute a placement from row counts, restart the gang with it.
 
 The gang is drained first. Callers rebalance one gang after the other.
 """

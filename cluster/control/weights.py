@@ -14,7 +14,7 @@ class ClusterWeights:
 
     @property
     def digest(self) -> str:
-        """Digest of the cluster's weights, "" as long as no rank holds any."""
+        """Digest of the cluster's weights, "" while no rank holds any."""
         return next(iter(self.digest_by_rank.values()), "")
 
     def record(self, rank: object, digest: str) -> bool:

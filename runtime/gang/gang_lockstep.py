@@ -118,8 +118,7 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:
-        """Return a context in which any error ends the epoch, because all ranks compute it
-        together."""
+        """Return a context for work that all ranks compute together: an error ends the epoch."""
         try:
             yield
         except EpochEnded:

@@ -7,8 +7,7 @@ from tandem.core.schema import pack
 from tandem.net.framing import encode_frame
 
 MAX_PLAN_MESSAGE_BYTES = 1 << 16
-"""Maximum size of one message, which bounds the receiver's memory; typical messages have 100 bytes.
-"""
+"""Maximum bytes of a message, a bound on the receiver's memory. Typical messages have 100 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
