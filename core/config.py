@@ -75,7 +75,7 @@ class SpeculationConfig(Section):
     profile_at_startup: bool = True
     """true: idle ranks time steps of all sizes after startup, for draft_length=adaptive"""
     drafter: str = "auto"
-    """drafting method, see docs/drafters.md, or module:Class; auto: mtp if available, else none"""
+    """auto (mtp or none), mtp, eagle, eagle3, draft_model, medusa, self, ngram[+X], module:Class"""
     draft_model_path: Path | None = Field(default=None, strict=False)
     """folder of the heads (medusa, eagle, eagle3) or of the checkpoint (draft_model); null: none"""
     max_tree_nodes: int | None = Field(default=None, ge=1, le=MAX_NODES)
@@ -169,7 +169,7 @@ class ControlConfig(Section):
     startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
     """seconds without an answer or progress after which a starting rank is restarted"""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """seconds without answer or progress until a rank is lost; minimum: 10 x its longest step"""
+    """seconds without answer or progress until a rank is lost; minimum: 10 x longest recent step"""
     stop_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """seconds that ranks may take to stop by themselves before they are killed"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)

@@ -32,7 +32,8 @@ class Empty:
 class Control(Protocol):
     """Client of a rank in one epoch.
 
-    A rank that is lost or in a later epoch either raises RankLost here or replies with it.
+    If the rank is lost or in a later epoch, ``call`` raises RankLost or returns it as a packed
+    Failure.
     """
 
     async def call(self, method: str, payload: bytes) -> bytes: ...

@@ -3,8 +3,8 @@
 from typing import Protocol
 
 EAGER, RECORDED, CAPTURED = "eager", "recorded", "captured"
-"""Executed by Python on every call; recorded by the first call and replayed without Python; a
-device graph captured in advance."""
+"""EAGER: executed by Python on every call. RECORDED: recorded by the first call, replayed without
+Python. CAPTURED: a device graph, captured in advance."""
 
 
 class CatchUpPolicy(Protocol):

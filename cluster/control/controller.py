@@ -65,7 +65,7 @@ class Controller:
             log.exception("what is there is adopted with the first call only")
 
     async def ensure_adopted(self) -> None:
-        """Adopt the existing ranks, once. Retries until it succeeds; all other calls wait for it."""
+        """Adopt existing ranks, once. Retries until it succeeds. Other calls wait for that."""
         async with self._adoption_lock:
             while self._epochs.seen[0] == 0:
                 try:

@@ -107,7 +107,8 @@ class RayMachines:
         Raises:
             Overloaded: Ray has no capacity for the gang.
             RankLost: The placement group of the other ranks no longer exists.
-            EpochOver: Ray itself does not answer. The other ranks survive.
+            EpochOver: Ray does not answer, or has no replacement yet for a lost machine. The other
+                ranks survive.
         """
         config_and_placement = (
             config.model_dump_json(),

@@ -218,7 +218,7 @@ class RankGroup:
             self.kill([rank])
 
     async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
-        """Poll ``ranks``, store their states, return silent ranks. Raises EpochOver if one is dead."""
+        """Poll ``ranks``, store states, return silent ranks. Raises EpochOver if one is dead."""
         polls = {
             rank: self._call(self.handles[rank].get_state, *seen, self.weights.digest)
             for rank in ranks
