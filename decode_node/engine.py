@@ -1,4 +1,8 @@
-"""The decode engine of one rank: reserve, activate, step, emit. Runs on the engine thread."""
+"""The decode engine of one rank: admits sequences, runs draft/verify steps and emits tokens.
+
+All methods run on the engine thread. A sequence passes through ``enqueue`` (wait for a row and
+pages), ``activate`` (its KV cache has arrived), steps, and ``drop``.
+"""
 
 import logging
 import time
@@ -37,12 +41,15 @@ log = logging.getLogger(__name__)
 
 
 class DecodeEngine:
-    """``on_updates`` receives the updates of each step, ``on_grant`` whoever got a row, both on the
-    engine thread.
+    """Runs the decode steps of all active sequences of a rank.
 
-    The page pool and the caches may be shared with a prefill engine on the same thread.
-    ``planner`` is asked in every step, by default that of the rank's gang. ``step_s`` adds
-    up the time of all steps, ``program_s`` that of their tensor programs.
+    ``on_updates`` receives the updates of every step, ``on_grant`` each sequence that was given a
+    row and pages. Both are called on the engine thread. ``planner`` decides every step together
+    with the other ranks and defaults to the planner of the rank's gang. The page pool and the
+    caches may be shared with a prefill engine on the same thread.
+
+    ``step_s`` is the total time spent in steps, in seconds. ``program_s`` is the part of it that
+    was spent in tensor programs.
     """
 
     def __init__(
@@ -79,8 +86,10 @@ class DecodeEngine:
         self.step_s = self.program_s = 0.0
 
     def enqueue(self, identity: Identity, size: RequestSize) -> None:
-        """Wait for a row and pages; ``on_grant`` tells when they are held. See Scheduler.ask for
-        what it raises."""
+        """Queue for a row and pages. ``on_grant`` is called once they are held.
+
+        Raises the errors of ``Scheduler.enqueue``.
+        """
         self.scheduler.enqueue(identity, size)
         self._grant()
 
@@ -92,20 +101,28 @@ class DecodeEngine:
         features_F: Tensor | None,
         is_suspect: bool = False,
     ) -> None:
-        """Start stepping a sequence whose cache is complete.
+        """Start the steps of a sequence whose KV cache is complete.
 
-        ``first_token`` was already emitted by the prefill node. ``features_F`` are those of the
-        last prompt token, None for zero_hidden. Raises HandoverError when its grant is gone.
+        Args:
+            first_token: First output token. The prefill node has already emitted it.
+            features_F: Drafter features of the last prompt tokens. None if none were handed over.
+            is_suspect: Whether the first steps run this sequence alone.
+
+        Raises:
+            HandoverError: The sequence no longer holds a granted row.
         """
         sequence = self.scheduler.build_running(identity, request, is_suspect)
         sequence.backlog = self._catch_up.initial_backlog
         self._launcher.rows.add_row(sequence, first_token, features_F)
-        # Otherwise the sequence ended with its first token and waits to be dropped.
+        # A sequence without output left ended with its first token and waits to be dropped.
         if sequence.num_output_left > 0:
             self.scheduler.start_steps(sequence)
 
     def drop(self, identity: Identity) -> bool:
-        """End a sequence, or its wait, without a word; False if it was gone already."""
+        """End a sequence or its wait for a row, without an update.
+
+        Return False if the engine does not hold a row for it.
+        """
         dropped = self.scheduler.drop(identity)
         self._may_capture_or_profile = self._may_capture_or_profile or self._captures_ahead
         self._grant()
@@ -116,12 +133,12 @@ class DecodeEngine:
         return bool(self._in_flight) or is_wanted or self.scheduler.has_running
 
     def close(self) -> None:
-        """On the engine thread, when no step will follow."""
+        """Release the compiled programs. Called after the last step."""
         self.programs.clear()
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Go on by one step and hand out the frame."""
+        """Run one engine step, publish its updates and grant free rows."""
         started_at = time.perf_counter()
         self._advance()
         self.num_steps += 1
@@ -130,9 +147,12 @@ class DecodeEngine:
         self.step_s += time.perf_counter() - started_at
 
     def fail(self, error: Exception) -> None:
-        """Whoever was in the step that raised this, or in one on its way, is given up and told,
-        when the device writes to their pages no more. What was to be measured is learnt while
-        serving then."""
+        """Recover from a step that raised ``error``.
+
+        Waits for the device first, so that no page is still being written. Then ends all sequences
+        of the failed step, and of steps in flight, with an error update. Startup profiling is
+        abandoned; step costs are learned from real steps instead.
+        """
         self._may_capture_or_profile = False
         with self._planner.waiting_for_device():
             synchronize(self._loaded.device)
@@ -155,13 +175,16 @@ class DecodeEngine:
                 self._updates.append(SequenceUpdate(identity, (), ERROR, failure=failure))
 
     def _advance(self) -> None:
-        """Make room, propose and be answered with a plan, launch what it says, read.
+        """Run one iteration: allocate pages, propose, get the plan, launch, read results.
 
-        A plain loop reads what it has just launched. An overlapped one reads the step before,
-        while the device runs this one: a sequence that turns out to have ended runs one wasted
-        step, and its row and pages are freed after it. Who is preempted must have told all it
-        has, so then the step on its way is read first. Both orders emit the same. Where somebody is
-        suspected no two steps overlap: whose step it was has to be plain.
+        The plain loop reads the step that it has just launched. The overlapped loop reads the
+        previous step while the device runs the new one. A sequence that turns out to have finished
+        then runs one wasted step, and its row and pages are freed after that step. Both loops emit
+        the same tokens.
+
+        Two cases fall back to the plain order. Before a preemption, all tokens must be read. While
+        a sequence is suspected of crashing ranks, steps must not overlap, so that a crash can be
+        attributed to one step.
         """
         overlaps = self._is_overlapped and not self.scheduler.has_suspects()
         if not overlaps or self.scheduler.must_preempt():
@@ -171,22 +194,23 @@ class DecodeEngine:
         plan = None
         if sequences or self._planner.is_step_requested or self._may_capture_or_profile:
             plan = self._planner.plan(self._proposal(sequences)).key
-            # What was eager in steps of somebody's rows may be made when they have ended.
+            # A serving step may add a program to capture. None: nothing to do until ``drop``.
             self._may_capture_or_profile = plan is not None and (
                 self._may_capture_or_profile or self._captures_ahead
             )
         if plan is not None and plan.purpose == CAPTURE:
             self._collect(num_kept=0)
-            self._publish_updates()  # before a pause, in which nobody is at stake
+            # A capture takes long, and no sequence may be blamed if it crashes the rank.
+            self._publish_updates()
             with self._planner.collective_section():
                 self._launcher.capture_program(self._launcher.prepare([], plan))
         elif plan is not None:
-            # Who has ended since it was proposed is padding now.
+            # Sequences that have ended since the proposal are replaced by padding rows.
             self._launch([*compress(sequences, self.scheduler.are_running(sequences))], plan)
         self._collect(num_kept=1 if overlaps and plan is not None else 0)
 
     def _grow_or_preempt(self) -> None:
-        """The preempted go on elsewhere or later, from what they have emitted."""
+        """Allocate pages for the next steps. Preempted sequences can resume from their output."""
         preempted = self.scheduler.grow_or_preempt()
         self._counters["num_preempted"] += len(preempted)
         self._updates += [
@@ -195,7 +219,7 @@ class DecodeEngine:
         ]
 
     def _proposal(self, sequences: list[RunningSequence]) -> Proposal:
-        """With the report that was not told yet."""
+        """Return the rank's proposal, with the report of the step read last unless already sent."""
         report, self._report = self._report, None
         uncapturable = tuple(self.programs.uncapturable)
         has_pending_work = bool(self.scheduler.sequences or self.scheduler.num_waiting)
@@ -209,8 +233,11 @@ class DecodeEngine:
         )
 
     def _launch(self, sequences: list[RunningSequence], plan: StepPlan) -> None:
-        """If they cannot be prepared they are given up, and the step that was agreed upon is a
-        dummy."""
+        """Launch the planned step.
+
+        If it cannot be prepared, its sequences fail and a step of padding rows is launched. The
+        other ranks run the agreed step in any case.
+        """
         try:
             step = self._launcher.prepare(sequences, plan)
         except Exception as error:
@@ -225,7 +252,7 @@ class DecodeEngine:
         self.scheduler.on_launch(step.sequences)
 
     def _collect(self, num_kept: int) -> None:
-        """End what ended in the steps on their way, but for the latest ``num_kept``."""
+        """Read the steps in flight, except the latest ``num_kept``, and process their output."""
         while len(self._in_flight) > num_kept:
             step = self._in_flight[0]
             self._record_in_flight(step.sequences)
@@ -239,13 +266,16 @@ class DecodeEngine:
                 self._updates += self._emit(sequence, i, runs[i], step)
 
     def _record_in_flight(self, sequences: Iterable[RunningSequence]) -> None:
-        """They fail if this turn does, and are suspects if it kills the process."""
+        """Record the sequences that this iteration puts at risk.
+
+        They fail if the iteration raises, and become suspects if it kills the process.
+        """
         self._at_risk.update((sequence.identity, sequence) for sequence in sequences)
         is_isolated = any(sequence.num_isolated_steps for sequence in sequences)
         self._crash_journal.record_in_flight("decode", self._at_risk, is_isolated)
 
     def _publish_updates(self) -> None:
-        """The frame of this turn; what is still on its way stays noted."""
+        """Publish the updates of this iteration. Sequences in flight stay in the crash journal."""
         updates, self._updates, self._at_risk = self._updates, [], {}
         self._record_in_flight(
             [sequence for step in self._in_flight for sequence in step.sequences]
@@ -255,8 +285,10 @@ class DecodeEngine:
     def _emit(
         self, sequence: RunningSequence, row: int, run: RowOutput, step: InFlightStep
     ) -> Iterator[SequenceUpdate]:
-        """Yield what the step gave the sequence, then a failure if the sequence has to end there
-        because its next logits are not finite."""
+        """Yield the sequence's new tokens, then an error update if its next logits are not finite.
+
+        A sequence that has ended, for either reason, is dropped.
+        """
         kept, reason = truncate_at_stop(run.token_ids, sequence.stop_ids, sequence.num_output_left)
         sequence.record_step(self._levels[step.plan.key.shape_index], run.num_accepted, len(kept))
         request = sequence.request

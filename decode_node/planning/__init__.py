@@ -1,1 +1,1 @@
-"""What a step shall be: who is in it, how long, in which form. Plain Python."""
+"""Step planning: batch selection, draft length and execution mode. Plain Python."""

@@ -1,7 +1,7 @@
-"""What a step tells of drafts: how far rows came, at each of its level and of every level below.
+"""Acceptance statistics of a step, by depth, for its draft shape and all smaller shapes.
 
-A rung is the step from one depth of a level to the next. Levels that have the same nodes down to
-there share it, as all chains do. Plain Python.
+A transition leads from one depth of a draft shape to the next. Shapes that have the same nodes up
+to the deeper end share the transition; all chains do. Plain Python.
 """
 
 from collections.abc import Sequence
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from tandem.core.draft_shapes import DraftShapes
 
 AcceptedPath = tuple[int, Sequence[int]]
-"""Of a row: the most drafts that it may accept, and the nodes that it did, in order."""
+"""Maximum number of drafts that a row may accept, and the accepted nodes in path order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthTransitions:
-    """Rung r leads on from depth ``bounds[r][1]`` among the first ``bounds[r][0]`` nodes.
-    ``by_shape[l]`` are those of level l, by depth; it and those below have the first
-    ``num_visible[l]``."""
+    """Numbering of the transitions of all draft shapes.
+
+    ``bounds[t]`` is ``(num_nodes, depth)``: transition t goes from ``depth`` to ``depth + 1`` among
+    the first ``num_nodes`` nodes. ``by_shape[s]`` are the transitions of shape s, by depth. A step
+    of shape s measures the first ``num_visible[s]`` transitions: its own and the smaller shapes'.
+    """
 
     bounds: tuple[tuple[int, int], ...]
     by_shape: tuple[tuple[int, ...], ...]
@@ -42,8 +45,11 @@ class DepthTransitions:
     def count(
         self, level: int, rows: Sequence[AcceptedPath]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """By rung of this level and those below: rows that came to where it begins and may go on,
-        and those of them that did."""
+        """Count attempts and successes of each transition that shape ``level`` measures.
+
+        Returns:
+            The rows that reached the transition's start and may go deeper; the rows that did.
+        """
         visible = self.bounds[: self.num_visible[level]]
         num_attempts = (
             sum(limit > k and _reaches(path, n, k) for limit, path in rows) for n, k in visible
@@ -53,5 +59,5 @@ class DepthTransitions:
 
 
 def _reaches(path: Sequence[int], num_nodes: int, depth: int) -> bool:
-    """Whether a path goes down to ``depth`` if there are but so many nodes."""
+    """Return whether ``path`` reaches ``depth`` within the first ``num_nodes`` nodes."""
     return depth == 0 or (len(path) >= depth and path[depth - 1] <= num_nodes)

@@ -1,4 +1,4 @@
-"""Batch sizes that a step is padded to, so that few shapes exist (one captured graph each)."""
+"""Batch sizes that steps are padded to. Few sizes mean few shapes, each with a captured graph."""
 
 from bisect import bisect_left
 
@@ -6,11 +6,11 @@ from bisect import bisect_left
 def resolve_buckets(
     sizes: tuple[int, ...] | None, max_rows: int, device_type: str
 ) -> tuple[int, ...]:
-    """The ``sizes`` sizes, or those that suit the device: every size on a CPU, where padding
-    costs time and saves nothing; elsewhere 1, 2, 4, 8, then powers of two and what lies
-    halfway. They rise and end with the number of rows.
+    """Return the batch sizes in ascending order; the last one is ``max_rows``.
 
-    Raises ValueError if a size is out of range.
+    ``sizes`` None selects sizes for the device. A CPU gets every size, because padding costs time
+    there and saves nothing. Other devices get 1, 2, 4, 8, then powers of two and the midpoints
+    between them. Raises ValueError if a size is out of range.
     """
     if sizes is None:
         if device_type == "cpu":
@@ -27,5 +27,5 @@ def resolve_buckets(
 
 
 def bucket_for(num_rows: int, buckets: tuple[int, ...]) -> int:
-    """The smallest size that holds so many rows."""
+    """Return the smallest batch size of at least ``num_rows`` rows."""
     return buckets[bisect_left(buckets, num_rows)]

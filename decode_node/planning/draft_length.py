@@ -1,13 +1,13 @@
-"""How much a step drafts: the level that pays, by what steps cost and drafts bring here.
+"""Choice of the draft shape of each step, from measured step times and acceptance rates.
 
-A step emits 1 + a_1 + a_1 a_2 + ... tokens a row, where a_k is the measured share of rows whose
-path went on at depth k once it had come so far. It is worth that over its measured time. As the
-batch grows, verifying all nodes of a row costs more, until no draft pays (seeds 003).
+A step emits 1 + a_1 + a_1 a_2 + ... tokens per row, where a_k is the share of paths at depth k - 1
+that reached depth k. The shape with the most tokens per second is used. As the batch grows,
+verifying all nodes of a row costs more, until drafting no longer pays.
 
-Costs are measured while idle after the start (``untried``), or in the first steps of a size. While
-serving, every step tells what was accepted, and a look at another level, now and then, what it
-costs beside the one in use. Strict answers do not depend on any of it; relaxed and rejected ones
-do, as on every draft.
+Step times are measured while idle after the start (``next_unprofiled``), or in the first steps of a
+batch size. While serving, every step reports accepted drafts. Occasional probes, short runs of
+another shape, measure its time relative to the shape in use. Outputs under strict acceptance do not
+depend on the choice. Outputs under other acceptance rules do, as they depend on every draft.
 """
 
 from collections import deque
@@ -22,41 +22,56 @@ from tandem.decode_node.planning.acceptance_stats import DepthTransitions
 from tandem.decode_node.planning.step_plan import StepKey, StepReport
 
 NUM_PROFILE_STEPS = 5
-"""The least time of as many is a level's at first: a machine's other work only adds to it."""
+"""Number of first steps whose minimum time is a shape's initial estimate. The minimum is robust,
+because other work on the machine only adds time."""
 PROBE_EVERY, PROBE_STEPS, PROBE_SHARE = 64, 4, 0.006
-"""Steps between looks at other levels, at least; the first ones of one catch up and are cold. Looks
-at all of them lose at most this share of the time: one that seems as good is probed_at at often,
-one of three that takes four times as long for no more every 6,000 steps."""
+"""Minimum number of steps between probes. Steps per probe; the first are cold and catch up. Maximum
+share of the time that probes of all shapes may lose. A shape that seems equally good is probed
+often. One of three shapes that takes four times the time for no gain is probed every 6,000 steps.
+"""
 NUM_WARMUP_STEPS, WARMUP_PROBE_EVERY, NUM_PROBE_TIMES = 256, 16, 5
-"""In so many steps of a size the first NUM_PROBE_TIMES looks at each level are free, for what was
-measured while idle was of other texts; one only if it loses anyway, or while none is in use. The
-lower median of the last NUM_PROBE_TIMES times is believed, that from before the first look among
-them: one that other work hit, of two steps while none is in use, would else be the last for a long
-time."""
+"""Length of a batch size's warm-up in steps. Minimum number of steps between its probes. Number of
+probes per shape that may lose any time during warm-up, because idle measurements used other texts.
+A dominated shape gets one such probe, and so does every shape while no drafts are in use.
+
+NUM_PROBE_TIMES is also the number of latest times whose lower median is the estimate. The time
+known before the first probe counts as one of them. Without the median, one disturbed probe could
+decide for a long time, above all a short probe while no drafts are in use."""
 NO_DRAFT_PROBE_EVERY, NO_DRAFT_PROBE_STEPS, NO_DRAFT_PROBE_SHARE = 6, 2, 0.007
-"""Instead, of the best level that drafts while none is in use: nothing else tells of acceptance,
-which rises within some steps where a text begins to repeat itself. All looks are so short then."""
+"""The same three values while no drafts are in use. The number of steps then applies to all probes,
+interval and share to the best drafting shape. Only its probes measure acceptance, which rises
+within a few steps when a text starts to repeat itself."""
 SHORT_CONTEXT_TOKENS = 512
-"""Tokens of context up to which attention is little beside the rest of a step."""
+"""Context length in tokens up to which attention is a small part of a step's time."""
 REPLAN_EVERY_STEPS = 8
-"""Steps for which a choice holds after the first NUM_WARMUP_STEPS: to think costs 1 % of a small
-step."""
+"""Steps for which a choice holds after the first NUM_WARMUP_STEPS. Choosing costs about 1 % of a
+small step."""
 MIN_GAIN_TO_SWITCH = 1.02
-"""Another level must promise so much more."""
+"""Minimum ratio of expected tokens per second, another shape to the one in use, for a switch."""
 OUTLIER_RATIO = 1.5
-"""So many times the accepted drafts that were expected are a surprise."""
+"""Ratio of accepted to expected drafts above which a probed shape runs again in the next step. Only
+transitions that the shape in use does not measure count."""
 ACCEPTANCE_WINDOW, PRIOR_ROWS = 400.0, 8.0
-"""Rows of which a share tells, and that are made up, all accepted, at first."""
+"""Sample window of the acceptance rates, in rows; number of fictitious rows, all accepted, that
+they start with."""
 
 
 @dataclass(slots=True)
 class BucketCosts:
-    """Of one size of batch and context: the step time of each level, 0 if unknown, how many of its
-    steps were planned, how many of all while serving, and the level in use. What was ``chosen``, it
-    or one to look at, holds for ``num_steps_left`` steps. ``probed_at[level]`` is the step of the
-    last look at it, 0 if there was none, ``surprise`` a level that brought so much more than
-    expected that it is probed_at at again, if there is one. ``seen[level]`` are the times that the
-    last looks told, behind what was known before, ``runs`` those of the last steps."""
+    """Step times and planning state for one batch size and context length. Lists are by shape.
+
+    Attributes:
+        step_s: Estimated step time in seconds. 0 if unknown.
+        num_samples: Number of planned steps, profiling included.
+        probed_at: ``num_planned_steps`` at the last probe. 0 if there was none.
+        probe_times_s: Times from the latest probes, after the time known before the first probe.
+        current_shape: Shape in use.
+        planned_shape: Shape of the next steps: the shape in use, or one to probe.
+        num_steps_left: Number of steps for which ``planned_shape`` still holds.
+        num_planned_steps: Number of steps planned while serving, of all shapes.
+        outlier_shape: Shape whose probe accepted many more drafts than expected, or None.
+        recent_runs: Last three runs of consecutive steps of one shape: (shape, step times).
+    """
 
     step_s: list[float]
     num_samples: list[int]
@@ -72,8 +87,11 @@ class BucketCosts:
     )
 
     def record_time(self, level: int, step_s: float) -> None:
-        """Rows, contexts and the machine change all levels alike, so steps at the one in use tell
-        nothing new: only a look does, beside the steps right before and behind it."""
+        """Update the time of shape ``level`` from one step.
+
+        After the first steps, only a completed probe counts. Its time is taken relative to the runs
+        right before and after it: changes of rows, contexts and machine affect all shapes equally.
+        """
         if not (known := self.step_s[level]) or self.num_samples[level] <= NUM_PROFILE_STEPS:
             self.step_s[level] = min(step_s, known or step_s)
             return
@@ -92,14 +110,17 @@ class BucketCosts:
 
 
 def _lower_quartile(times: Sequence[float]) -> float:
-    """Their lower quartile: other work only adds to them, and may do so for a while."""
+    """Return the lower quartile: other work on the machine only adds time, perhaps for a while."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
 @dataclass(slots=True)
 class StepCostModel:
-    """What steps cost, by size, and what drafts bring: ``shares[r]`` of the rows that came
-    to where rung r begins went on, as ``tried[r]`` of them told."""
+    """Step times by batch size, and acceptance rates.
+
+    ``acceptance_rates[t]`` is the share of rows at the start of transition t that passed it
+    (acceptance_stats.py). ``num_attempts[t]`` is the number of rows that the share is based on.
+    """
 
     levels: DraftShapes
     transitions: DepthTransitions
@@ -114,9 +135,12 @@ class StepCostModel:
         return cls(levels, transitions, [PRIOR_ROWS] * num, [1.0] * num)
 
     def bucket_costs(self, num_rows: int, num_context: int = 0) -> BucketCosts:
-        """Row buckets that differ by less than a factor of two share what is known, and so do
-        contexts, all up to SHORT_CONTEXT_TOKENS. A new one begins with what is known of the
-        nearest."""
+        """Return the costs for a row bucket and a context length, creating them if necessary.
+
+        Row buckets with the same bit length share one entry. So do contexts of the same bit length
+        in units of SHORT_CONTEXT_TOKENS. A new entry starts with the costs of the nearest context
+        length of the same row buckets.
+        """
         size = num_rows.bit_length(), (num_context // SHORT_CONTEXT_TOKENS).bit_length()
         if size not in self.buckets:
             num, probe_times_s = (
@@ -133,7 +157,7 @@ class StepCostModel:
         return self.buckets[size]
 
     def expected_tokens(self) -> list[list[float]]:
-        """Tokens that a row emits, by level and most depth of its path."""
+        """Return the expected tokens per row and step, by shape and maximum depth of the path."""
         acceptance_rates = (
             [self.acceptance_rates[transition] for transition in transitions]
             for transitions in self.transitions.by_shape
@@ -141,8 +165,11 @@ class StepCostModel:
         return [[*accumulate(accumulate(one, mul, initial=1.0))] for one in acceptance_rates]
 
     def next_unprofiled(self, sizes: Sequence[int]) -> tuple[int, int] | None:
-        """A row bucket and a level to be measured next, the smallest first, but for levels that
-        lose anyway; sizes that share what is known count once, as the middle one."""
+        """Return the row bucket and shape to profile next, smallest first, or None.
+
+        Dominated shapes are skipped. Of the row buckets that share an entry, only the middle one is
+        profiled. The call counts as a sample of the returned shape.
+        """
         for _, shared in groupby(sizes, int.bit_length):
             num_rows = (shared_sizes := list(shared))[len(shared_sizes) // 2]
             size = self.bucket_costs(num_rows)
@@ -153,8 +180,10 @@ class StepCostModel:
         return None
 
     def is_dominated(self, size: BucketCosts, level: int) -> bool:
-        """Whether steps without drafts would give more, even if all that it drafts were accepted:
-        it takes no less time than any level below that has been measured."""
+        """Return whether steps without drafts are faster per token even if all drafts are accepted.
+
+        Assumes that a shape takes at least as long as every smaller shape that has been measured.
+        """
         measured = zip(size.step_s[: level + 1], size.num_samples, strict=False)
         known = [step_s for step_s, num_samples in measured if num_samples >= NUM_PROFILE_STEPS]
         max_step_s = (1 + self.levels[level].depth) * size.step_s[0]
@@ -162,13 +191,13 @@ class StepCostModel:
 
 
 def record_reports(costs: StepCostModel, reports: Sequence[StepReport]) -> None:
-    """Steps that ranks report, which may have read different ones last."""
+    """Update ``costs`` from the reports of all ranks, which may be of different steps."""
     for key in dict.fromkeys(report.key for report in reports):
         _record_key(costs, key, [report for report in reports if report.key == key])
 
 
 def _record_key(costs: StepCostModel, key: StepKey, reports: Sequence[StepReport]) -> None:
-    """It took as long as on the slowest of these ranks."""
+    """Update ``costs`` from one step's reports. The slowest rank determines the step time."""
     num_context = max(report.num_context for report in reports)
     size, num_expected, num_accepted = costs.bucket_costs(key.num_rows, num_context), 0.0, 0
     num_attempts, acceptance_rates, num_known = (
@@ -188,24 +217,24 @@ def _record_key(costs: StepCostModel, key: StepKey, reports: Sequence[StepReport
         size.outlier_shape = key.shape_index
         costs.num_attempts = [
             min(PRIOR_ROWS, num) for num in costs.num_attempts
-        ]  # what was told before is old
+        ]  # Give older samples little weight: acceptance has changed.
     if all(report.is_steady_state for report in reports):
         size.record_time(key.shape_index, max(report.program_s for report in reports))
 
 
 BatchSize = tuple[int, int]
-"""The row bucket, and tokens of context a row."""
+"""Row bucket, and average number of known tokens per row."""
 DraftLengthPolicy = Callable[[StepCostModel, BatchSize, Sequence[int]], int]
-"""``(costs, batch, number of rows by most depth)`` to the level of the next step."""
+"""``(costs, batch, number of rows by draft limit) -> index of the next step's draft shape``."""
 
 
 def choose_largest(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
-    """The highest that any row may use."""
+    """Return the largest draft shape that any row may use."""
     return max_usable_shape(costs.levels, max(limit for limit, num in enumerate(wanted) if num))
 
 
 def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
-    """The level of most tokens per second for this size of batch, as far as is known."""
+    """Return the draft shape with the most expected tokens per second, or one to measure."""
     size, most = costs.bucket_costs(*batch), choose_largest(costs, batch, wanted)
     if not size.num_steps_left:
         tokens_per_s = _tokens_per_s(size, costs.expected_tokens(), wanted)[: most + 1]
@@ -222,7 +251,7 @@ def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> i
 def _choose_next(
     size: BucketCosts, tokens_per_s: Sequence[float], is_dominated: Sequence[bool]
 ) -> None:
-    """What the next steps have: a level to look at, or the one that promises most."""
+    """Set the shape of the next steps: one to measure or probe, or the best one."""
     levels, outlier_shape = range(len(tokens_per_s)), size.outlier_shape
     few = [n for n in levels if size.num_samples[n] < NUM_PROFILE_STEPS and not is_dominated[n]]
     if outlier_shape is not None and outlier_shape in levels:
@@ -250,7 +279,7 @@ def _choose_next(
 def _tokens_per_s(
     size: BucketCosts, expected: list[list[float]], wanted: Sequence[int]
 ) -> list[float]:
-    """Tokens of all rows a second with each level, 0 while its time is unknown."""
+    """Return the expected tokens per second of all rows, by shape. 0 if the time is unknown."""
     limits = [(limit, num) for limit, num in enumerate(wanted) if num]
     tokens = (sum(num * one[min(len(one) - 1, limit)] for limit, num in limits) for one in expected)
     return [num / s if s else 0.0 for num, s in zip(tokens, size.step_s, strict=True)]
@@ -259,8 +288,12 @@ def _tokens_per_s(
 def _shape_to_probe(
     size: BucketCosts, tokens_per_s: Sequence[float], is_dominated: Sequence[bool]
 ) -> int | None:
-    """A level to look at now, for which enough steps were planned since it was last. One that loses
-    by its own time, too: that may have been a moment's, and nothing else would tell."""
+    """Return the shape to probe now, or None.
+
+    A shape is due once enough steps were planned since its last probe. A dominated shape that was
+    measured is probed too: its time may have been a temporary disturbance, and only a probe can
+    correct it.
+    """
     current, best, due = (
         min(size.current_shape, len(tokens_per_s) - 1),
         max(tokens_per_s) or 1.0,

@@ -1,4 +1,7 @@
-"""In which form each program runs: the one table of it, which the planner keeps for all ranks."""
+"""Execution mode of each step program: eager, recorded or captured.
+
+Only the planner keeps this table, so all ranks of a gang agree on the mode.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -15,31 +18,35 @@ from tandem.decode_node.planning.step_plan import (
 )
 
 MAX_PROGRAMS = 256
-"""Programs that ranks keep. The one unused for longest makes room for another."""
+"""Maximum number of programs that a rank keeps. The least recently used one is evicted."""
 MAX_EAGER_STEPS = 128
-"""Steps for which a program is not made because somebody would wait. Making one takes about as long
-as these lose."""
+"""Eager steps of a program before it is captured although sequences have to wait for the capture.
+A capture takes about as long as these steps lose by running eagerly."""
 MAX_UNCAPTURABLE = 3
-"""Programs that cannot be made, after which no more are tried: each try in a gang ends a life."""
+"""Number of failed captures after which no more are tried: each failure in a gang ends an epoch."""
 
 
 class ProgramTable:
-    """Programs by key. Where ranks record, the first step that wants a program makes it. Where they
-    capture, programs are made by steps of their own: the ``usual`` ones and what was asked for
-    while nobody has work, or else after MAX_EAGER_STEPS steps without; until then their steps are
-    eager. One that a rank refuses is eager for good, and changes nothing for the others.
+    """Programs by step key.
+
+    In recorded mode, the first step of a key records its program. In captured mode, separate
+    CAPTURE steps capture the ``common_keys`` and all keys that were requested, while no rank has
+    work. A key that was requested for more than MAX_EAGER_STEPS steps is captured at once. Its
+    steps run eagerly until then.
+
+    A key that a rank fails to capture stays eager on all ranks. Other keys are not affected.
     """
 
     def __init__(self, common_keys: Iterable[StepKey] = ()) -> None:
         self._num_steps_wanted = dict.fromkeys(common_keys, 0)
-        """Not made yet, and for how many steps each was asked for."""
+        """Number of eager steps so far of each key that is to be captured."""
         self._program_ids: OrderedDict[StepKey, int] = OrderedDict()
-        """Of what ranks keep; the one unused for longest first."""
+        """Numbers of the programs that ranks keep, least recently used first."""
         self._free_ids = list(range(MAX_PROGRAMS - 1, -1, -1))
         self._uncapturable: set[StepKey] = set()
 
     def mark_uncapturable(self, keys: Iterable[StepKey]) -> None:
-        """A rank could not make these."""
+        """Make ``keys``, which some rank failed to capture, eager permanently."""
         for key in keys:
             self._uncapturable.add(key)
             self._num_steps_wanted.pop(key, None)
@@ -47,8 +54,10 @@ class ProgramTable:
                 self._free_ids.append(self._program_ids.pop(key))
 
     def plan(self, key: StepKey, exec_mode: str, purpose: str = SERVE) -> StepPlan:
-        """That step where ``form`` is the best that all ranks can have, or what gets its program
-        ready."""
+        """Return the plan of a step of ``key``, or of the step that captures its program first.
+
+        ``exec_mode`` is the best execution mode that all ranks support.
+        """
         if key in self._program_ids:
             self._program_ids.move_to_end(key)
             return StepPlan(key, purpose, self._program_ids[key])
@@ -65,11 +74,11 @@ class ProgramTable:
 
     @property
     def has_pending_captures(self) -> bool:
-        """Whether a program is to be made while nobody has work."""
+        """Whether there are programs to capture while no rank has work."""
         return bool(self._num_steps_wanted) and self._may_capture
 
     def next_capture(self) -> StepPlan:
-        """What gets the first of those ready."""
+        """Return the plan that captures the first pending program."""
         return self._capture_plan(next(iter(self._num_steps_wanted)))
 
     @property
@@ -91,8 +100,11 @@ class ProgramTable:
 def common_step_keys(
     sizes: Iterable[int], levels: DraftShapes, catch_up: CatchUpPolicy, min_shape_index: int = 0
 ) -> list[StepKey]:
-    """Of steps with nothing but greedy rows and of those with sampled ones, the largest first, of
-    levels from ``min_shape_index`` on."""
+    """Return the keys of the most frequent steps, largest batch size first.
+
+    Each size has keys for greedy and for sampled rows, for the usual catch-up widths and for all
+    draft shapes from ``min_shape_index`` on.
+    """
     return [
         StepKey(num_rows, level, amount, traits)
         for num_rows in sorted(sizes, reverse=True)

@@ -1,4 +1,4 @@
-"""Who may enter a decode rank, who runs in its next step, who makes way. Plain Python."""
+"""Admission, batch selection and preemption of a decode rank. Plain Python."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,17 +19,18 @@ from tandem.decode_node.planning.states import (
 from tandem.kv_transfer.pages import PagePool
 
 MAX_WAITING = 4096
-"""Requests that wait for a grant; those that have begun are never refused."""
+"""Maximum number of new requests that wait for a grant. Resumed requests are never refused."""
 
 
 class Scheduler:
-    """Owner of row slots and of sequences in each state; pages come from the pool it is given.
+    """Owns the rows of a decode rank and its sequences in all states. Pages come from ``pool``.
 
-    Requests are granted a row and pages first come, first served, begun ones ahead of fresh ones,
-    which get one grant in NEW_REQUEST_SHARE. No request passes one that needs many pages. Pages
-    grow as sequences do, two steps ahead. When the pool is full the youngest running sequence is
-    preempted: it goes on later from (prompt_ids, output_ids), nothing is lost. A request whose
-    whole answer fits the pool can always finish, if need be alone.
+    Requests are granted a row and pages in arrival order. Resumed requests go before new ones,
+    which get one grant in NEW_REQUEST_SHARE. A request that needs many pages is never overtaken.
+
+    Pages are allocated as sequences grow, two steps ahead. When the pool is full, the youngest
+    running sequence is preempted. It can resume from (prompt_ids, output_ids) without loss. A
+    request whose whole output fits the pool can always finish, if necessary alone.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Scheduler:
         self.queue = TurnQueue[RequestLimits]()
         """Requests that wait for a row and pages."""
         self.sequences: dict[Identity, GrantedSequence | RunningSequence] = {}
-        """Those that hold rows, in the order in which these were granted."""
+        """Sequences that hold rows, in the order of their grants."""
         self._running_by_row: list[RunningSequence | None] = [None] * max_rows
         self._ending: set[RunningSequence] = set()
 
@@ -61,9 +62,11 @@ class Scheduler:
         return [one for one in self.sequences.values() if isinstance(one, RunningSequence)]
 
     def enqueue(self, identity: Identity, size: RequestSize) -> None:
-        """Join the queue for a row and pages; ``grant`` tells whose turn has come.
+        """Add a request to the queue for a row and pages, which ``grant`` serves.
 
-        Raises ValueError when the whole answer can never fit, Overloaded when too many wait.
+        Raises:
+            ValueError: Prompt and maximum output exceed the pool.
+            Overloaded: The request is new and MAX_WAITING new requests wait already.
         """
         budget = remaining_budget(
             size.num_prompt, size.num_output, size.max_tokens, self._max_model_len
@@ -81,7 +84,7 @@ class Scheduler:
         self.queue.add(identity, limits, size.is_resumed)
 
     def grant(self) -> list[Identity]:
-        """Give rows and pages to those whose turn it is; they hold them from now on."""
+        """Assign rows and pages to waiting requests, in turn, and return the granted ones."""
         granted = []
         while self._free_rows and (first := self.queue.peek()):
             identity, limits = first
@@ -96,15 +99,18 @@ class Scheduler:
         return granted
 
     def get_grant(self, identity: Identity) -> GrantedSequence:
-        """Raises HandoverError when it holds no row that waits for it."""
+        """Return the grant of ``identity``. Raises HandoverError if there is none."""
         granted = self.sequences.get(identity)
         if not isinstance(granted, GrantedSequence):
             raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
         return granted
 
     def use_prefix_pages(self, identity: Identity, known: Sequence[int]) -> tuple[int, ...]:
-        """Its pages, of which the first are ``known`` ones now, with a reference each; what they
-        replace goes back to the pool."""
+        """Replace the first granted pages by the prefix-cache pages ``known``; return all pages.
+
+        The caller's reference to each known page passes to the grant. The replaced pages go back to
+        the pool.
+        """
         granted = self.get_grant(identity)
         self._pool.release(granted.pages[: len(known)])
         pages = (*known, *granted.pages[len(known) :])
@@ -114,8 +120,10 @@ class Scheduler:
     def build_running(
         self, identity: Identity, request: Request, is_suspect: bool = False
     ) -> RunningSequence:
-        """The granted request with its KV and its first token, for ``start_steps``. Raises what
-        ``held`` raises."""
+        """Build the running state of a granted request whose KV cache and first token are there.
+
+        Raises HandoverError if the request holds no grant.
+        """
         granted, max_depth, max_drafts = (
             self.get_grant(identity),
             self._max_depth,
@@ -135,12 +143,14 @@ class Scheduler:
         )
 
     def start_steps(self, sequence: RunningSequence) -> None:
-        """Steps may have it from now on."""
+        """Make ``sequence`` eligible for steps."""
         self.sequences[sequence.identity] = self._running_by_row[sequence.row] = sequence
 
     def drop(self, identity: Identity) -> bool:
-        """End a sequence, or its wait for a row; whether it held one. Row and pages are free once
-        no step on its way may touch them."""
+        """End a sequence or its wait for a row; return whether it held one.
+
+        Row and pages are freed once no step in flight may access them.
+        """
         self.queue.discard(identity)
         one = self.sequences.pop(identity, None)
         if one is None:
@@ -153,7 +163,7 @@ class Scheduler:
         return True
 
     def are_running(self, sequences: Sequence[RunningSequence]) -> list[bool]:
-        """Whether each has not ended."""
+        """Return for each sequence whether it has not ended."""
         return [self._running_by_row[one.row] is one for one in sequences]
 
     @property
@@ -161,12 +171,12 @@ class Scheduler:
         return any(self._running_by_row)
 
     def on_launch(self, sequences: Sequence[RunningSequence]) -> None:
-        """A step of ``sequences`` is on its way."""
+        """Record that a step of ``sequences`` was launched."""
         for sequence in sequences:
             sequence.num_in_flight += 1
 
     def on_complete(self, sequences: Sequence[RunningSequence]) -> None:
-        """A step of ``sequences`` is through."""
+        """Record that a step of ``sequences`` has completed; free the rows of ended sequences."""
         for sequence in sequences:
             sequence.num_in_flight -= 1
             if sequence in self._ending and not sequence.num_in_flight:
@@ -178,13 +188,14 @@ class Scheduler:
         self._free_rows.append(one.row)
 
     def must_preempt(self) -> bool:
-        """Whether ``grow_or_preempt`` would have to take pages from a sequence."""
+        """Return whether ``grow_or_preempt`` would have to preempt a sequence."""
         return self._exceeds_free_pages(self._short_of_pages())
 
     def grow_or_preempt(self) -> list[RunningSequence]:
-        """Give every running sequence pages for its next two steps; who was preempted for it.
+        """Allocate pages for the next two steps of every running sequence, oldest first.
 
-        Oldest first; the youngest ones make way. They are dropped already.
+        If pages run out, the youngest sequences are preempted. Returns the preempted sequences,
+        which are already dropped.
         """
         preempted: list[RunningSequence] = []
         short = self._short_of_pages()
@@ -202,13 +213,16 @@ class Scheduler:
         return preempted
 
     def has_suspects(self) -> bool:
-        """Whether some sequence has to be alone in its step."""
+        """Return whether some running sequence must run its steps alone."""
         return any(s is not None and s.num_isolated_steps for s in self._running_by_row)
 
     def runnable(self, is_suspects_turn: bool = False) -> list[RunningSequence]:
-        """Sequences of the next step, by row: those that steps on their way, which give at least a
-        token each, do not end for certain. The oldest suspect alone, or all others, whichever
-        there are; if both, the suspect on its turn."""
+        """Return the sequences of the next step.
+
+        Sequences that the steps in flight are certain to finish, at one token per step or more, are
+        left out. The result is either the oldest suspect alone or all other sequences, by row. If
+        both exist, the suspect runs if ``is_suspects_turn``.
+        """
         left = [s for s in self._running_by_row if s and s.num_in_flight < s.num_output_left]
         others = [s for s in left if not s.num_isolated_steps]
         if len(others) < len(left) and (is_suspects_turn or not others):
@@ -219,14 +233,14 @@ class Scheduler:
         return sum(map(self._num_missing_pages, sequences)) > self._pool.num_available
 
     def _short_of_pages(self) -> list[RunningSequence]:
-        """The sequences that miss pages: few, of those that every step looks at."""
+        """Return the running sequences that need more pages. Called every step, so kept cheap."""
         size = self._pool.page_size
         running = filter(None, self._running_by_row)
         short = [s for s in running if s.num_known + self._num_ahead > len(s.pages) * size]
         return [s for s in short if len(s.pages) < s.limits.max_pages]
 
     def _num_reserved_pages(self) -> int:
-        """Sequences that may want a page more, each of which is kept free."""
+        """Number of pages that grants leave free: one per sequence that may still grow."""
         return sum(s.limits.max_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing_pages(self, sequence: RunningSequence) -> int:
@@ -234,7 +248,7 @@ class Scheduler:
         return max(0, wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
-        """Pages for known tokens and two more steps of drafts."""
+        """Return the pages needed for ``num_tokens`` known tokens and two more steps."""
         return self._pool.num_pages_for(num_tokens + self._num_ahead)
 
     def check_integrity(self) -> None:

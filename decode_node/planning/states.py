@@ -1,5 +1,4 @@
-"""What a sequence on a decode rank needs while it waits, and what it is from then on: granted, then
-running. Each has what is known by then. Plain Python."""
+"""States of a sequence on a decode rank: waiting, granted, running. Plain Python."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,14 +9,20 @@ from tandem.core.identity import Identity
 from tandem.core.request import Request
 
 NUM_ISOLATED_STEPS = 8
-"""Of what may have failed a step: if it was that, it fails again before it has made so many. More
-than the tokens that a lost rank had made and not told."""
+"""Number of steps that a suspected sequence runs alone. If it crashed the rank, it crashes it
+again within these steps. Exceeds the tokens that a lost rank may have produced but not sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSize:
-    """What is known of a request before it comes: tokens of its prompt, emitted, and at most, and
-    whether it is begun (core/request.py)."""
+    """Size of a request, known before the request itself arrives.
+
+    Attributes:
+        num_prompt: Number of prompt tokens.
+        num_output: Number of output tokens emitted earlier, if the request resumes.
+        max_tokens: Maximum number of output tokens.
+        is_resumed: Whether the cluster has already emitted tokens of the output.
+    """
 
     num_prompt: int
     num_output: int
@@ -27,7 +32,7 @@ class RequestSize:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """The whole answer may need ``max_pages`` and ends at ``max_output``."""
+    """Upper bounds of a sequence: ``max_pages`` KV pages and ``max_output`` output tokens."""
 
     size: RequestSize
     max_pages: int
@@ -36,7 +41,7 @@ class RequestLimits:
 
 @dataclass(frozen=True, slots=True)
 class GrantedSequence:
-    """Owns ``row`` and ``pages``, into which its KV comes."""
+    """A sequence that owns ``row`` and ``pages`` and whose KV cache has not arrived yet."""
 
     identity: Identity
     row: int
@@ -46,14 +51,22 @@ class GrantedSequence:
 
 @dataclass(slots=True, eq=False)
 class RunningSequence:
-    """A request that runs in its row, from its first token on. When it has ended, row and pages are
-    free once no step on its way may touch them.
+    """A sequence that takes part in steps, from its first token on.
 
-    ``num_output`` counts every token emitted so far, resumed ones too, as far as steps have been
-    read, and ``pages`` grow. It accepts at most ``draft_limit`` drafts a step, of ``max_depth``.
-    ``last_depth`` is that of the step launched last, and behind it the drafter is at most so far
-    ``backlog`` (core/execution.py). ``steps`` counts those of (depth, nodes drafted, drafts
-    accepted). ``num_isolated_steps`` of its next steps it shares with nobody.
+    After its end, row and pages are freed once no step in flight may access them.
+
+    Attributes:
+        pages: KV pages in order; the list grows with the sequence.
+        num_output: Output tokens of all steps read so far, including resumed ones.
+        draft_limit: Maximum number of drafts that the sequence accepts per step.
+        max_depth: Maximum draft depth of the rank.
+        backlog: Upper bound of the drafter's backlog after the latest launched step, in the
+            drafter's own unit (core/execution.py).
+        num_isolated_steps: Number of next steps that the sequence must run alone.
+        num_in_flight: Number of steps that were launched and not yet read.
+        last_depth: Draft depth of the latest launched step.
+        first_accepted: Drafts accepted in the first step.
+        steps: Number of steps by (draft depth, drafted nodes, accepted drafts).
     """
 
     identity: Identity
@@ -78,17 +91,19 @@ class RunningSequence:
 
     @property
     def num_known(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of prompt and output tokens."""
         return self.limits.size.num_prompt + self.num_output
 
     @property
     def max_num_known(self) -> int:
-        """The same, at most, once every step on its way is through."""
+        """Upper bound of ``num_known`` once all in-flight steps have completed."""
         return self.num_known + self.num_in_flight * (self.last_depth + 1)
 
     def record_step(self, level: DraftShape, num_accepted: int, num_kept: int) -> None:
-        """Count one step whose run of ``num_accepted`` drafts plus one token was cut to
-        ``num_kept`` tokens: what was cut off does not count as accepted."""
+        """Count one step that emitted ``num_accepted`` drafts plus one token.
+
+        Only the first ``num_kept`` of these tokens were kept. The others do not count as accepted.
+        """
         num_accepted = min(num_accepted, num_kept)
         if not self.steps:
             self.first_accepted = num_accepted

@@ -1,6 +1,7 @@
-"""What a step shall be. Every rank of a gang makes a Proposal, one planner answers all of them with
-one StepPlan, and what a rank then launches derives from that alone (design.md, Parallelism). Plain
-Python.
+"""Messages of step planning: each rank's Proposal and the common StepPlan.
+
+The ranks of a gang run every step together. Each sends a Proposal; the planner, at rank 0, returns
+one StepPlan for all. A rank launches exactly what the plan says. Plain Python.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,9 +16,9 @@ from tandem.decode_node.planning.states import RunningSequence
 
 @dataclass(frozen=True, slots=True)
 class SamplingTraits:
-    """What rows of any rank ask for that is not plain.
+    """Sampling features that a step's program must support, for the rows of all ranks.
 
-    ``has_logit_rules``: some row adjusts its logits. ``kinds`` are kinds of acceptance
+    ``has_logit_rules``: some row adjusts its logits. ``rule_names`` are the acceptance rules
     (``program_rule_names``).
     """
 
@@ -28,18 +29,22 @@ class SamplingTraits:
 
 GREEDY_TRAITS, SAMPLED_TRAITS = SamplingTraits(), SamplingTraits(all_greedy=False)
 MAX_SAMPLING_TRAITS = 48
-"""There are so many: programs of one size and length are no more than these times amounts."""
+"""Number of different SamplingTraits. Programs of one batch size and draft shape number at most
+this times the drafter's catch-up widths."""
 
 
 def program_rule_names(requested: Iterable[str]) -> tuple[str, ...]:
-    """The kinds that a program judges by: those asked for, or all where several are beside strict
-    rows, so that few programs serve all mixtures."""
+    """Return the acceptance rules of a program whose rows request ``requested``, sorted.
+
+    All rules are included if rows request more than one rule besides strict. Few programs then
+    serve all mixtures.
+    """
     rule_names = {*requested} or {STRICT}
     return tuple(sorted(ACCEPTANCES if len(rule_names - {STRICT}) > 1 else rule_names))
 
 
 def merge_traits(traits: Iterable[SamplingTraits]) -> SamplingTraits:
-    """What these ask for together."""
+    """Return the traits of a program that supports all of ``traits``."""
     found = list(traits)
     return SamplingTraits(
         all(one.all_greedy for one in found),
@@ -50,11 +55,16 @@ def merge_traits(traits: Iterable[SamplingTraits]) -> SamplingTraits:
 
 @dataclass(frozen=True, slots=True)
 class StepKey:
-    """All that decides on a step's program, the same on every rank: so captured collectives are
-    replayed by all ranks or by none (NCCL user guide, Using NCCL with CUDA Graphs).
+    """Key of a step's program, the same on every rank.
 
-    ``num_rows`` is the bucket, padding included; ``shape_index`` how much is drafted
-    (core/draft_shapes.py), ``catch_up`` what the drafter adds (core/execution.py).
+    Captured collectives are therefore replayed by all ranks or by none, as NCCL requires (NCCL user
+    guide, Using NCCL with CUDA Graphs).
+
+    Attributes:
+        num_rows: Batch size of each rank, padding included.
+        shape_index: Index of the draft shape (core/draft_shapes.py). 0: no drafts.
+        catch_up: Backlog that the drafter catches up with in the step (core/execution.py).
+        traits: Sampling features of the program.
     """
 
     num_rows: int
@@ -68,12 +78,14 @@ SERVE, PROFILE, CAPTURE = "serve", "profile", "capture"
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The next step of all ranks. ``purpose`` is SERVE but for steps of nobody's rows: in a PROFILE
-    all ranks run made-up ones, to learn what such a step costs; CAPTURE gets the program ready.
+    """The next step of all ranks.
 
-    ``program_id`` is the program's in the table of forms (program_table.py), None for eager steps,
-    which are ``is_final_mode`` if no better form will follow. ``num_context`` is the most that a
-    proposal had.
+    Attributes:
+        purpose: SERVE for sequences. PROFILE measures the cost of the step on dummy rows. CAPTURE
+            captures the program on padding rows.
+        program_id: Number of the program in the ProgramTable. None: the step runs eagerly.
+        is_final_mode: Whether the program of an eager step will not be captured later.
+        num_context: Maximum ``num_context`` of all proposals.
     """
 
     key: StepKey
@@ -85,9 +97,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """A step that was read: how long its program ran on this rank, and how many of the rank's rows
-    came to each rung and went on (acceptance_stats.py). If it is not ``is_steady_state``, its next
-    one will take less time. ``num_context`` is that of its plan."""
+    """Measurements of one completed step on one rank.
+
+    Attributes:
+        program_s: Run time of the tensor program, in seconds.
+        num_attempts: Rows that reached each transition's start (acceptance_stats.py).
+        num_successes: Rows that passed each transition.
+        is_steady_state: False if later steps of this key will take less time.
+        num_context: ``num_context`` of the plan.
+    """
 
     key: StepKey
     program_s: float
@@ -99,11 +117,19 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """``num_rows_by_limit[k]`` of the rank's rows accept at most k drafts a step, and no row is
-    further ``backlog`` (core/execution.py); ``traits`` are those of its rows. ``exec_mode`` is the
-    best that its programs can have; those of the keys ``uncapturable`` cannot be made. It
-    ``has_pending_work`` work while a prompt is being read. ``report`` is of the step read last,
-    None if it was told already. ``num_context`` tokens are known of a row on average."""
+    """One rank's requirements for the next step.
+
+    Attributes:
+        num_rows_by_limit: Number of rows that accept at most k drafts per step, by k.
+        backlog: Maximum drafter backlog of the rows (core/execution.py).
+        traits: Sampling features of the rows.
+        exec_mode: Best execution mode that the rank supports.
+        uncapturable: Keys whose programs this rank failed to capture.
+        has_pending_work: Whether the rank holds or awaits sequences, including those whose prompt
+            is still being prefilled.
+        report: Report of the step read last. None if it was already sent.
+        num_context: Average number of known tokens per row.
+    """
 
     num_rows_by_limit: tuple[int, ...]
     backlog: int = 0
@@ -120,7 +146,10 @@ class Proposal:
 
 
 def proposal_for(sequences: Sequence[RunningSequence], max_depth: int, **fields: Any) -> Proposal:
-    """What follows from its rows, which may be none, and the ``rest`` of a Proposal."""
+    """Build the Proposal of a rank that runs ``sequences``, which may be empty.
+
+    ``max_depth`` is the rank's maximum draft depth; ``fields`` are the remaining Proposal fields.
+    """
     limits = [sequence.draft_limit for sequence in sequences]
     settings = [one.request.sampling for one in sequences]
     traits = SamplingTraits(
@@ -141,6 +170,6 @@ def step_report(
     rows: Sequence[AcceptedPath],
     is_steady_state: bool = True,
 ) -> StepReport:
-    """Of a step that brought its ``rows`` so far."""
+    """Build the report of a step whose rows accepted the paths ``rows``."""
     counts = transitions.count(plan.key.shape_index, rows)
     return StepReport(plan.key, program_s, *counts, is_steady_state, plan.num_context)

@@ -1,5 +1,8 @@
-"""Who answers proposals with a plan. The decision depends on nothing but all proposals, the cost
-table and the table of forms, which only the planner keeps."""
+"""The step planner: merges the proposals of all ranks into one plan.
+
+The decision depends only on the proposals, the cost model and the program table. Only the planner
+keeps the latter two.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -15,9 +18,10 @@ from tandem.decode_node.planning.step_plan import PROFILE, Proposal, StepKey, St
 
 
 class StepPlanner:
-    """Decides by all ranks' proposals (runtime/lockstep.py: Decide). While nobody has or expects
-    work, programs are made if ranks can (program_table.py). Then, while nobody has work, what the
-    cost table lacks is measured if it ``may_profile``.
+    """Decides the next step from the proposals of all ranks (runtime/lockstep.py: Decide).
+
+    While no rank holds or awaits sequences, pending programs are captured (program_table.py). After
+    that, while no rank has rows, steps of unknown cost are measured if ``may_profile``.
     """
 
     def __init__(
@@ -39,7 +43,10 @@ class StepPlanner:
     def from_config(
         cls, config: TandemConfig, levels: DraftShapes, catch_up: CatchUpPolicy
     ) -> "StepPlanner":
-        """As configured. Raises ValueError for batch sizes that are out of range."""
+        """Build the planner that ``config`` selects.
+
+        Raises ValueError if ``decode.batch_sizes`` is out of range.
+        """
         decode, speculation = config.decode, config.speculation
         buckets = resolve_buckets(decode.batch_sizes, decode.max_num_seqs, decode.device)
         min_shape_index = len(levels) - 1 if speculation.draft_length == draft_length.FIXED else 0
@@ -67,7 +74,7 @@ class StepPlanner:
         return None if key is None else self._program_table.plan(key, exec_mode, PROFILE)
 
     def _choose_key(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
-        """What suits all ranks, of which some have work."""
+        """Choose the step key for all ranks, at least one of which has rows."""
         num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
         level = self._draft_length(self._costs, (num_rows, num_context), [*map(sum, columns)])
@@ -77,7 +84,7 @@ class StepPlanner:
         return StepKey(num_rows, level, amount, traits)
 
     def _profile_key(self, proposals: Sequence[Proposal]) -> StepKey | None:
-        """What was not measured yet, None if all was."""
+        """Return the key of a step whose cost is unknown, or None if all have been measured."""
         if (next_unprofiled := self._costs.next_unprofiled(self._buckets)) is None:
             return None
         num_rows, level = next_unprofiled
