@@ -1,1 +1,1 @@
-"""What a step computes, and the programs that compute it."""
+"""The computation of a decode step: row state, step functions and compiled programs."""

@@ -1,4 +1,4 @@
-"""How long the device took, told by its own clock where it has one."""
+"""Device timing. CUDA devices are timed by events, CPUs by the host's clock."""
 
 import time
 
@@ -8,7 +8,10 @@ DeviceTimestamp = float | torch.cuda.Event
 
 
 def timestamp(device: torch.device) -> DeviceTimestamp:
-    """The moment in which the device has come this far; a CPU computes while the host calls it."""
+    """Record the time at which the device completes the work issued so far.
+
+    A CPU has completed it already when this is called.
+    """
     if device.type == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,13 +20,13 @@ def timestamp(device: torch.device) -> DeviceTimestamp:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that this thread has given it."""
+    """Wait until the device has completed all work that this thread has issued."""
     moment = timestamp(device)
     elapsed_s(moment, moment)
 
 
 def elapsed_s(started_at: DeviceTimestamp, ended_at: DeviceTimestamp) -> float:
-    """Wait for the end of a span; its seconds."""
+    """Wait for ``ended_at``; return the seconds since ``started_at``."""
     if isinstance(started_at, float):
         assert isinstance(ended_at, float)
         return ended_at - started_at

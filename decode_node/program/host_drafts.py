@@ -1,5 +1,8 @@
-"""Drafts of a fed drafter, made before a step's program and given to it: what the drafter raises,
-or gives in a wrong shape, costs this rank the drafts of that step, neither rows nor the epoch."""
+"""Runs drafters with ``runs_on_host`` before a step's program and passes it their drafts.
+
+If such a drafter raises, or returns tensors of a wrong shape, this rank's step runs without drafts.
+Its sequences and the epoch are not affected.
+"""
 
 import logging
 from functools import partial
@@ -22,16 +25,21 @@ log = logging.getLogger(__name__)
 
 
 class HostDraftRunner:
-    """``num_draftless_steps`` counts the steps that had no drafts of a drafter that should have
-    given some; each is logged whose number is a power of two."""
+    """Runs a drafter on the host and checks its output.
+
+    ``num_draftless_steps`` is the number of steps whose drafter failed. A failure is logged if its
+    number is a power of two.
+    """
 
     def __init__(self, loaded: LoadedModel, caches: Caches) -> None:
         self._loaded, self._caches = loaded, caches
         self.num_draftless_steps = 0
 
     def draft_inputs(self, key: StepKey, level: DraftShape, rows: RowTensors) -> tuple[Tensor, ...]:
-        """Inputs of the program (``unpack_drafts``), of which every row has a number; q where a
-        kind of acceptance asks for that."""
+        """Run the drafter and return its drafts as program inputs (see ``unpack_drafts``).
+
+        The probabilities q are included if some row uses rejection sampling and not all are greedy.
+        """
         drafts = self._drafts(key, level, rows)
         assert drafts.num_B is not None
         inputs = [drafts.tokens_BN, drafts.num_B]
@@ -47,7 +55,8 @@ class HostDraftRunner:
         none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
         none = Drafts(none_BN, none_B, None, none_BN if level.parents is None else None)
         try:
-            if level.num_nodes or key.catch_up:  # it has a part in the step
+            # Otherwise the drafter has nothing to draft and nothing to catch up with.
+            if level.num_nodes or key.catch_up:
                 drafts = draft(self._loaded.drafter, self._caches, rows, key, level)
                 return check_drafts(drafts, none, self._loaded.config.vocab_size)
         except Exception as error:
@@ -62,15 +71,18 @@ class HostDraftRunner:
 
 
 def unpack_drafts(level: DraftShape, inputs: tuple[Tensor, ...]) -> Drafts:
-    """What ``draft_inputs`` gave of a step of that level."""
+    """Rebuild Drafts from the tensors that ``draft_inputs`` returned for draft shape ``level``."""
     tokens_BN, num_B, *more = inputs
     parents_BN = more.pop(0) if level.parents is None else None
     return Drafts(tokens_BN, num_B, more[0] if more else None, parents_BN)
 
 
 def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
-    """Where ``like`` is, every id a token, every parent an earlier node and no row of more drafts
-    than there are. Raises ValueError when something is of another shape."""
+    """Return ``drafts`` with valid values, on the device of ``like``.
+
+    Token ids, parents and numbers of drafts are clamped to their valid ranges. Raises ValueError if
+    a tensor has a wrong shape or must not be there.
+    """
     like_BN, (num_rows, num_drafts) = like.tokens_BN, like.tokens_BN.shape
     tokens_BN, num_B, q_BNV = drafts.tokens_BN, drafts.num_B, drafts.q_BNV
     parents_BN = drafts.parents_BN

@@ -1,7 +1,6 @@
-"""One decode step from the host's side: put together, launched, and read once it has arrived.
+"""Host side of a decode step: prepare it, launch it, and read its results.
 
-Nothing here waits for the device but ``collect``, so a step may be launched before the one
-before it is read.
+Only ``collect`` waits for the device, so a step may be launched before the previous one is read.
 """
 
 from dataclasses import dataclass
@@ -29,8 +28,10 @@ from tandem.runtime.parts import RankParts
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step; the first rows are those of ``sequences``, the others are padding. Its
-    tensors are on the host, and complete once the device has ended."""
+    """A launched step. Its first rows belong to ``sequences``, the others are padding.
+
+    The tensors are on the host; their contents are valid once the device has completed the step.
+    """
 
     sequences: tuple[RunningSequence, ...]
     plan: StepPlan
@@ -42,7 +43,7 @@ class InFlightStep:
     is_steady_state: bool
 
     def collect(self) -> tuple[list[RowOutput], StepReport]:
-        """Wait for the step and read it: what it gave each sequence, and what to tell of it."""
+        """Wait for the step; return the output of each sequence, and the step's report."""
         program_s = elapsed_s(self.started_at, self.ended_at)
         runs = self.outcome.row_outputs(len(self.sequences))
         paths = self._accepted_paths([run.num_accepted for run in runs])
@@ -62,7 +63,7 @@ class InFlightStep:
 
 
 class Launcher:
-    """Runs the tensor programs of steps over the rows of a rank, which it owns."""
+    """Launches the tensor programs of steps. Owns the row tensors of a rank."""
 
     def __init__(self, parts: RankParts, catch_up: CatchUpPolicy) -> None:
         loaded, self._levels = parts.loaded, parts.draft_shapes
@@ -76,8 +77,10 @@ class Launcher:
         self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
 
     def prepare(self, sequences: list[RunningSequence], plan: StepPlan) -> PreparedStep:
-        """A step of ``sequences`` and padding up to the planned rows; none of them makes it a
-        dummy."""
+        """Build a step of ``sequences``, padded to the planned number of rows.
+
+        Without sequences the step runs on padding rows only, or on dummy rows when profiling.
+        """
         key = plan.key
         for sequence in sequences:
             self.rows.update_page_table(sequence)
@@ -88,12 +91,12 @@ class Launcher:
         return PreparedStep(tuple(sequences), plan, self._num_pages(sequences, key), *index)
 
     def capture_program(self, step: PreparedStep) -> None:
-        """Get the program of such steps ready."""
+        """Capture the program of the step's key."""
         self._loaded.dispatch.is_counting = False
         self.programs.capture_program(step)
 
     def launch(self, step: PreparedStep) -> InFlightStep:
-        """Start it. Rows and pages of its sequences must stay until it is collected."""
+        """Launch ``step``. Rows and pages of its sequences must not be freed before ``collect``."""
         key, started_at = step.plan.key, timestamp(self._loaded.device)
         depth = self._levels[key.shape_index].depth
         self._loaded.dispatch.is_counting = step.plan.purpose == SERVE
@@ -119,8 +122,10 @@ class Launcher:
         )
 
     def _num_pages(self, sequences: list[RunningSequence], key: StepKey) -> int | None:
-        """The width of page tables that hold all that a row reads; whole ones where these cost
-        nothing."""
+        """Return the page-table width that the longest row needs, in pages.
+
+        None (full width) if the kernels read pages in place, because wide tables then cost nothing.
+        """
         if self._loaded.kernels.reads_paged_cache:
             return None
         more = self._levels[key.shape_index].num_slots - 1

@@ -1,4 +1,4 @@
-"""The tensor programs of steps: which rows to read and to write in, verdicts out (design.md)."""
+"""Compiled tensor programs of decode steps: row indices in, accepted tokens out."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -22,13 +22,17 @@ from tandem.model.sampling.acceptance.base import Outcome
 from tandem.runtime.engine_loop import is_fatal
 
 MAX_TRIES = 2
-"""To make a program in a step of somebody's rows, whose fault it may have been."""
+"""Failures of a program's first run, in steps with sequences, after which it is refused. A single
+failure may have been caused by the step's rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """All that a step's program needs; the first rows are those of ``sequences``. ``num_pages`` is
-    the width of page tables, None for whole ones."""
+    """Inputs of a step's program. The first rows belong to ``sequences``.
+
+    ``num_pages`` is the width of the page tables, None for full width. ``read_B`` and ``write_B``
+    are the row slots that the program reads and writes.
+    """
 
     sequences: tuple[RunningSequence, ...]
     plan: StepPlan
@@ -39,9 +43,13 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What verification found, and its ``places`` [B, E, ..] (Programs.logits); the next step may
-    overwrite it, in the order of the device. Others of a step's kind will take less time if it was
-    not ``is_steady_state``."""
+    """Result of a step. The next step may overwrite the tensors, in device order.
+
+    Attributes:
+        outcome: Accepted tokens.
+        hidden_or_logits: Hidden states or logits [B, E, ...], for ``Programs.logits``.
+        is_steady_state: False if later steps of the same key will take less time.
+    """
 
     outcome: Outcome
     hidden_or_logits: Tensor
@@ -49,11 +57,14 @@ class StepResult:
 
 
 class Programs:
-    """Functions of the rows to read [B] and those to write [B] of ``rows``, which they advance, by
-    the number that the planner gave each (planning/forms.py); this rank decides nothing. A drafter
-    that is fed is called before them.
+    """The step programs of a rank, by the number that the planner assigned (program_table.py).
 
-    Those that could not be made, and why, the loaded model keeps for later lives.
+    A program advances ``rows``: its inputs are the row slots to read [B] and to write [B]. The
+    planner alone decides which program runs and in which mode. A drafter with ``runs_on_host`` is
+    called before the program.
+
+    ``uncapturable`` are the keys whose programs failed, with the reasons. The loaded model keeps
+    them for later epochs.
     """
 
     def __init__(
@@ -68,7 +79,7 @@ class Programs:
 
     @property
     def exec_mode_status(self) -> str:
-        """In which they are had, and what is not as it could be; for a status."""
+        """Execution mode and degradations, as text for the rank's status."""
         form, uncapturable = self._loaded.exec_mode, list(self.uncapturable.values())
         is_best = form == self._loaded.kernels.exec_mode
         status = [form if is_best else f"{form}: {self._loaded.dispatch.eager_reason}"]
@@ -83,32 +94,35 @@ class Programs:
         return ", ".join([*status, *filter(None, [self._loaded.drafter.status_note])])
 
     def counts(self) -> dict[str, float]:
-        """Return the steps whose drafter failed, and the programs that could not be made."""
+        """Return the number of steps whose drafter failed, and of programs that stay eager."""
         lost = self._host_drafts.num_draftless_steps
         return {"num_draftless_steps": lost, "num_refused_programs": len(self.uncapturable)}
 
     def run(self, step: PreparedStep) -> StepResult:
-        """The step, which may make its program."""
+        """Run the step. The first run of a program may record or capture it."""
         inputs, function = self._inputs(step), self._function(step)
         is_steady_state = function.is_ready and step.plan.is_final_mode
         hidden_or_logits, *outcome = self._call(step.plan.key, function, inputs, MAX_TRIES)
         return StepResult(Outcome(*outcome), hidden_or_logits, is_steady_state)
 
     def capture_program(self, step: PreparedStep) -> None:
-        """Get a program ready, on rows that are nobody's."""
+        """Capture a program, on rows that belong to no sequence."""
         inputs, function = self._inputs(step), self._function(step)
         while not function.is_ready:
             self._call(step.plan.key, function, inputs, 1)
 
     def logits(self, result: StepResult) -> Tensor:
-        """Raw logits [B, E, V] of its places."""
+        """Return the raw logits [B, E, V] of a result."""
         if self._loaded.kernels.owns_outputs:
             return self._loaded.network.logits(result.hidden_or_logits)
         return result.hidden_or_logits
 
     def clear(self) -> None:
-        """A group of ranks cannot end before the graphs that hold its collectives have; an error
-        that is kept may still hold the functions."""
+        """Release all programs.
+
+        The collective group cannot be destroyed while captured graphs hold its collectives. Each
+        function is cleared explicitly, because a stored exception may still reference it.
+        """
         for _, function in self.functions.values():
             function.forget()
         self.functions.clear()
@@ -127,7 +141,7 @@ class Programs:
     def _call(
         self, key: StepKey, function: ReplayableFunction, inputs: tuple[Tensor, ...], max_tries: int
     ) -> tuple[Tensor, ...]:
-        """After ``max_tries`` that could not make the program it is refused."""
+        """Call ``function``. The key is refused once ``max_tries`` first runs of it have failed."""
         try:
             return function(*inputs)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The row slots of one decode rank as tensors; every running sequence owns one row.
+"""Row state of a decode rank as tensors. Every running sequence owns one row slot.
 
 Shape legend: R row slots, B active rows, F features, P pages of a row's table.
 """
@@ -24,9 +24,15 @@ from tandem.text.think import is_thinking_at_start
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """What a step changes. ``num_known`` is L, prompt and emitted tokens, of which ``last`` is the
-    last, and ``num_output`` those emitted; ``thinking`` the think phase. What the ``drafter`` keeps
-    is its own."""
+    """The part of the row tensors that every step updates.
+
+    Attributes:
+        last_B1: Last known token.
+        num_known_B: Number of prompt and output tokens.
+        num_output_B: Number of output tokens.
+        thinking_B: Whether the row is in its think phase.
+        drafter: State private to the drafter.
+    """
 
     last_B1: Tensor
     num_known_B: Tensor
@@ -37,8 +43,11 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """Rows between two steps; the first axis of every tensor is the row. Once they are selected
-    ``rows_B`` are their places in the drafter's ``memory``, which is that of all."""
+    """Rows between two steps. The first axis of every tensor is the row.
+
+    ``table`` is the drafter's table of all rows. ``rows_B`` are the selected rows' indices in it,
+    None before a selection.
+    """
 
     state: RowState
     page_table_BP: Tensor
@@ -50,17 +59,20 @@ class RowTensors:
 
 
 DUMMY_CONTEXT_TOKENS = 512
-"""Tokens of context that rows of trials have: attention is a large part of a step."""
+"""Context length of dummy rows in tokens. Attention is a large part of a step's time, so the rows
+that profile it need a realistic context."""
 
 
 class Rows:
-    """Owner of the row tensors; used on the engine thread only.
+    """Owns the row tensors of a rank. Used on the engine thread only.
 
-    Two rows more than there are slots fill batches up: every padding row is read from one and
-    written to the other, so padding is the same in every step. Behind these are as many as there
-    are slots, made up for trials: computed like real rows with a context of DUMMY_CONTEXT_TOKENS
-    tokens and, as these are, spread over experts and over the pages of ``pool``. None of either
-    owns a page: what they write lands on the dummy page. Page tables are ``width`` pages wide.
+    The ``num_rows`` slots of sequences come first, then two padding rows, then ``num_rows`` dummy
+    rows. Padding is read from one padding row and written to the other, so it is the same in every
+    step. Page tables are ``width`` pages wide.
+
+    Dummy rows are for profiling. They are computed like real rows with a context of
+    DUMMY_CONTEXT_TOKENS tokens, spread over experts and over the pages of ``pool``. Padding and
+    dummy rows own no pages: their writes go to the dummy page.
     """
 
     def __init__(
@@ -85,9 +97,14 @@ class Rows:
     def add_row(
         self, sequence: RunningSequence, first_token: int, features_F: Tensor | None
     ) -> None:
-        """``sequence`` enters with ``first_token``, which is not in the cache yet, and the features
-        of the tokens before it, None if they were not shipped (zero_hidden). Memory for logit rules
-        is taken when the first request, of any rank, has some."""
+        """Initialize the row of ``sequence``.
+
+        Allocates the logit-rule tensors if the request is the first one that adjusts logits.
+
+        Args:
+            first_token: First output token, which is not in the KV cache yet.
+            features_F: Drafter features of the tokens before it. None if none were handed over.
+        """
         row, original = sequence.row, sequence.request
         request = replace(original, output_ids=(*original.output_ids, first_token))
         new = self._row(request, features_F, draft_limit=sequence.draft_limit)
@@ -104,14 +121,16 @@ class Rows:
 
     @torch.inference_mode(False)
     def allocate_logit_rules(self) -> None:
-        """Steps with rules are possible from now on. Also between steps the memory is written to,
-        as tensors of inference may not be."""
+        """Allocate the logit-rule tensors unless they exist. Steps with rules need them.
+
+        They are no inference tensors, because they are also written outside of inference mode.
+        """
         if self._logit_rules is None:
             vocab_size, device = self._loaded.config.vocab_size, self._loaded.device
             self._logit_rules = no_rules(self._num_rows, vocab_size, device)
 
     def update_page_table(self, sequence: RunningSequence) -> None:
-        """The page table of a sequence that may have got pages; writes only what is new."""
+        """Append the pages that ``sequence`` has gained since the last call to its page table."""
         row, known, num = sequence.row, self._num_pages[sequence.row], len(sequence.pages)
         if num > known:
             self._table.page_table_BP[row, known:num] = self._upload(sequence.pages[known:])
@@ -120,8 +139,10 @@ class Rows:
     def row_indices(
         self, rows: list[int], num_rows: int, is_profile: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """``rows`` and padding, or made-up rows, up to ``num_rows``: where a step reads [B] and
-        where it writes."""
+        """Return the row slots that a step of ``num_rows`` rows reads [B] and writes [B].
+
+        ``rows`` come first, followed by padding rows, or by dummy rows if ``is_profile``.
+        """
         num, first = num_rows - len(rows), self._num_rows
         more = range(first, first + num) if is_profile else [self._read_padding] * num
         read_B, write_B = self._upload([[*rows, *more], [*rows, *[self._write_padding] * num]])
@@ -130,7 +151,7 @@ class Rows:
     def select(
         self, read_B: Tensor, num_pages: int | None, traits: SamplingTraits = GREEDY_TRAITS
     ) -> RowTensors:
-        """The rows of ``row_indices``, page tables cut to ``num_pages`` if that is given."""
+        """Gather the rows ``read_B``. Page tables are cut to ``num_pages`` columns unless None."""
         pages_BP = self._table.page_table_BP[:, :num_pages]
         rows = select_rows(replace(self._table, page_table_BP=pages_BP), read_B)
         rules = None
@@ -148,7 +169,7 @@ class Rows:
         emitted: Emitted,
         traits: SamplingTraits = GREEDY_TRAITS,
     ) -> None:
-        """Keep what a step changed."""
+        """Write a step's results to the rows ``write_B``."""
         write_rows(self._table.state, write_B, new)
         self._loaded.drafter.update_table(self._drafter_table, write_B, new.num_known_B, emitted)
         if traits.has_logit_rules:
@@ -156,9 +177,13 @@ class Rows:
             count_emitted(self._logit_rules, write_B, emitted.tokens_BE, emitted.num_B)
 
     def _fill_dummy_row(self, i: int, pool: PagePool) -> None:
-        """One row of trials; their tokens are far apart, as their experts shall be. It reads pages
-        that are others': where rows share one it lies in the fastest cache, and steps without
-        drafts seem to take two thirds of their time. None of these has a place that is written."""
+        """Fill dummy row ``i``.
+
+        Tokens of dummy rows are spread over the vocabulary, so that the rows use different experts.
+        Each row reads different pages of ``pool``. Shared pages would stay in the fastest cache,
+        and steps without drafts would seem to take two thirds of their time. The pages end before
+        the slots that a step writes.
+        """
         num_known, width = self._loaded.max_model_len // 2, self._no_pages_1P.shape[1]
         prompt_ids = (0,) * (min(DUMMY_CONTEXT_TOKENS, num_known) - 1)
         request = _request(prompt_ids, i * self._loaded.config.vocab_size // len(self._num_pages))
@@ -176,7 +201,7 @@ class Rows:
         draft_limit: int = 0,
         is_real: bool = True,
     ) -> RowTensors:
-        """A row that has just emitted the last of the output ids, on the device."""
+        """Build a row on the device. The request's last output id is its last emitted token."""
         speculation, drafter, dtype = request.speculation, self._loaded.drafter, self._loaded.dtype
         prompt_ids, output_ids = request.prompt_ids, request.output_ids
         bounds = [

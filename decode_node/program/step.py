@@ -1,6 +1,6 @@
-"""One decode step as functions over tensors: draft, verify, judge, commit (design.md).
+"""One decode step as functions over tensors: draft, verify, accept, commit.
 
-Shapes depend only on (rows, level, pages) and nothing inside waits for the host.
+Shapes depend only on (rows, draft shape, pages), and no function waits for the host.
 Shape legend: B rows, N drafts, N1 = N + 1 places of a chain or nodes of a tree, E places that a row
 may emit (N1 of a chain), D hidden, V vocabulary.
 """
@@ -26,7 +26,7 @@ from tandem.model.sampling.thinking import phase_after
 
 
 class StepShape(NamedTuple):
-    """A level, and the tree of one row if that is known before a step and no chain."""
+    """A draft shape, and its tree for one row. None if it is a chain or is built per step."""
 
     draft_shape: DraftShape
     tree: Tree | None
@@ -34,9 +34,15 @@ class StepShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What verification found, as the host reads it, with hidden states [B, E, D] and logits
-    [B, E, V] of the places that its verdict tells, and what it gave the rows, with their state
-    after it."""
+    """Results of a step.
+
+    Attributes:
+        outcome: Accepted tokens, in the form that the host reads.
+        emitted: Emitted tokens and their features, in the form that drafters read.
+        hidden_BED: Hidden states of the places that may be emitted.
+        logits_BEV: Raw logits of these places.
+        state: State of the rows after the step.
+    """
 
     outcome: Outcome
     emitted: Emitted
@@ -53,8 +59,10 @@ def decode_step(
     shape: StepShape,
     host_drafts: Drafts | None = None,
 ) -> StepOutput:
-    """Advance every row by its accepted drafts plus one token of the main model's own. Drafts that
-    are not ``host_drafts`` are made here."""
+    """Advance every row by its accepted drafts plus one token from the main model.
+
+    Calls the drafter unless ``host_drafts`` are given.
+    """
     assert (rows.sampling.rules is not None) == key.traits.has_logit_rules, (
         "rules come if a row has some"
     )
@@ -82,7 +90,7 @@ def decode_step(
 
 
 def _tree(shape: StepShape, drafts: Drafts) -> Tree | None:
-    """Of all rows, None where drafts are chains."""
+    """Return the tree of all rows, or None if drafts are chains."""
     if drafts.parents_BN is not None:
         return build_tree(drafts.parents_BN, shape.draft_shape.depth)
     return None if shape.tree is None else shape.tree.expand(len(drafts.tokens_BN))
@@ -91,7 +99,7 @@ def _tree(shape: StepShape, drafts: Drafts) -> Tree | None:
 def verify_input(
     loaded: LoadedModel, rows: RowTensors, drafts: Drafts, logits_BNV: Tensor, tree: Tree | None
 ) -> VerifyInput:
-    """What drafts are judged by."""
+    """Build the input of the acceptance rules, from the main model's logits."""
     state, sampling, acceptance = rows.state, rows.sampling, rows.acceptance
     if drafts.num_B is not None and tree is None:
         acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
@@ -115,7 +123,7 @@ def verify_input(
 def draft(
     drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, level: DraftShape
 ) -> Drafts:
-    """The drafter's part of a step."""
+    """Call the drafter for the selected ``rows``."""
     state = rows.state
     assert rows.rows_B is not None, "rows are selected"
     rule_args = key.traits.rule_names, rows.acceptance.rule_B
@@ -137,9 +145,14 @@ def draft(
 def verify(
     loaded: LoadedModel, caches: Caches, rows: RowTensors, drafts: Drafts, tree: Tree | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Main model over [last token, drafts]: hidden [B, N1, D], features [B, N1, F] for the drafter
-    and logits [B, N1, V]. The nodes of a tree lie behind the context by their numbers, and each
-    sees that and its own path."""
+    """Run the main model over the last token and the drafts of each row.
+
+    The nodes of a tree occupy the slots after the context in node order. Each node attends to the
+    context and to its own path.
+
+    Returns:
+        Hidden states [B, N1, D], drafter features [B, N1, F] and logits [B, N1, V].
+    """
     slots = verify_slots(rows.state.num_known_B, drafts.tokens_BN.shape[1])
     positions_BQ, context_lens_BQ = slots, slots + 1
     if tree is not None:
@@ -162,7 +175,10 @@ def verify(
 
 
 def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
-    """Main-model slots [B, N1] of the last token and its drafts; of a chain positions, too."""
+    """Return the main-model slots [B, N1] of the last token and its drafts.
+
+    For a chain they are also the positions.
+    """
     offsets = torch.arange(num_drafts + 1, device=num_known_B.device)
     return (num_known_B - 1).unsqueeze(1) + offsets
 
@@ -170,8 +186,10 @@ def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
 def move_path(
     loaded: LoadedModel, caches: list[Tensor], rows: RowTensors, result: VerifyResult
 ) -> None:
-    """Entries of accepted drafts go to where a chain would have put them; what is left of the tree
-    behind them is written again later."""
+    """Copy the cache entries of accepted drafts to the slots that a chain would have used.
+
+    The remaining tree entries after them are overwritten by later steps.
+    """
     assert result.path_BE is not None
     start_B1, page_size = (rows.state.num_known_B - 1).unsqueeze(1), caches[0].shape[1]
     depth_E = torch.arange(1, result.path_BE.shape[1], device=start_B1.device)
@@ -184,15 +202,18 @@ def move_path(
 
 
 def gather_path(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
-    """What stands at the nodes of each row's path: [B, E, X]."""
+    """Gather the values [B, E, X] at the nodes of each row's path."""
     return x_BNX.gather(1, path_BE.unsqueeze(2).expand(-1, -1, x_BNX.shape[2]))
 
 
 def commit(
     loaded: LoadedModel, state: RowState, key: StepKey, result: VerifyResult, emitted: Emitted
 ) -> RowState:
-    """Lengths advance by what was emitted. Cache slots past the new length are simply written again
-    later; what the drafter keeps of the step is its own affair."""
+    """Return the row state after the emitted tokens.
+
+    Cache slots past the new length are overwritten by later steps. The drafter updates its own
+    state.
+    """
     drafter, think_ids = loaded.drafter, loaded.think_ids
     return RowState(
         last_B1=result.tokens_BE.gather(1, result.num_accepted_B.unsqueeze(1)),
