@@ -1,7 +1,7 @@
-"""Both engines in one rank over one page pool: for comparison, debugging, small machines.
+"""Prefill and decode engine in one rank over one page pool.
 
-A decode row's pages are granted first; the prompt is computed right there. Nothing crosses: the
-hand-over is the seal alone.
+For comparison, debugging and small machines. The pages of a decode row are granted first, and the
+prompt is computed in them. Nothing is transferred: the hand-over consists of the seal alone.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ PREFILL_METHODS = ("prefill", "cancel")
 
 
 class LocalHandover:
-    """The decode side of a hand-over within one rank: waits for the seal, moves nothing."""
+    """Decode side of a hand-over within one rank: waits for the seal and transfers nothing."""
 
     def __init__(self, lease_s: float) -> None:
         self._num_pulls = 0
@@ -30,7 +30,10 @@ class LocalHandover:
         self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> PullResult:
-        """As Sink.pull: keeps the lease, releases it at the end, whatever the end."""
+        """Wait for the seal of ``offer``, renewing its lease. See ``Sink.pull``.
+
+        The lease is released at the end, also on errors.
+        """
         reason = "failed"
         self._num_pulls += 1
         try:
@@ -82,7 +85,7 @@ class ColocatedRank:
 
 
 async def build(parts: RankParts) -> ColocatedRank:
-    """Both engines on one thread."""
+    """Create a rank that runs both engines on one thread, and serve its frames."""
     kv_receiver = LocalHandover(parts.config.kv_transfer.lease_s)
     decode = DecodeRank(parts, kv_receiver, lambda owner, epoch: control)
     get_grant, use_prefix_pages = (

@@ -1,1 +1,1 @@
-"""A decode rank: ``service`` to others, ``planning`` of steps, their ``program``."""
+"""The decode rank: RPC ``service``, step ``planning`` and tensor ``program``."""

@@ -1,4 +1,4 @@
-"""The prefill engine of one rank: prompt to cache pages, first token and last hidden state.
+"""The prefill engine of one rank: computes prompts into cache pages and samples first tokens.
 
 Runs on the engine thread. Shape legend: T tokens of a step, G chunks of it, E of these that end
 their prompt, D hidden, F features.
@@ -33,17 +33,17 @@ from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 PromptResult = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
-"""Of a prompt that has ended: first token or NO_TOKEN, its log probabilities, features [F]."""
+"""Result of a completed prompt: first token or NO_TOKEN, its log probabilities, features [F]."""
 NO_TOKEN = -1
-"""Stands for a first token whose logits are not finite."""
+"""Placeholder for a first token whose logits are not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """After a chunk of a sequence, which says how far it is computed.
+    """Progress of a sequence after a chunk.
 
-    With the last one ``first_token`` is sampled (``logprobs`` are its own, if asked for) and
-    ``features_F`` are what the drafter wants of the last tokens, None if it wants nothing.
+    After the last chunk, ``first_token`` is the sampled token, with its ``logprobs`` if requested.
+    ``features_F`` are then the drafter's features of the last tokens, None if it needs none.
     """
 
     sequence: PrefillSequence
@@ -54,7 +54,15 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """A step's inputs; ``requests`` are those whose prompts end in it."""
+    """Inputs of a step.
+
+    Attributes:
+        requests: Requests whose prompts end in the step.
+        next_GK: The K tokens after each chunk, UNKNOWN_TOKEN after the end of a prompt.
+        ended_E: Indices of the chunks that end their prompts.
+        num_output_E: Number of output tokens emitted earlier, for each request.
+        sampling: Sampling settings of each request.
+    """
 
     requests: list[Request]
     batch: Batch
@@ -65,9 +73,13 @@ class PrefillInputs:
 
 
 class PrefillEngine:
-    """``on_progress`` is told of every computed chunk, ``on_failed`` of every prompt whose step
-    raised, both on the engine thread. Prompts get pages from ``pages``, by default from the pool.
-    ``planner`` is asked in every step, by default that of the rank's gang."""
+    """Computes the prompts of a rank, in chunks.
+
+    ``on_progress`` is called after every computed chunk, ``on_failed`` for every prompt whose step
+    failed or whose logits are not finite. Both are called on the engine thread. ``pages`` allocates
+    pages and defaults to the pool. ``planner`` decides every step together with the other ranks and
+    defaults to the planner of the rank's gang.
+    """
 
     def __init__(
         self,
@@ -98,7 +110,10 @@ class PrefillEngine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Propose → plan → launch: the next chunks in one forward, or a dummy for other ranks'."""
+        """Run one step: propose, get the plan, compute the next chunks in one forward pass.
+
+        Without chunks, the rank runs a dummy forward pass if other ranks have work.
+        """
         self._chunks = self.scheduler.next_chunks()
         plan = self._planner.plan(sum(chunk.num_tokens for chunk in self._chunks))
         if plan.key is not None:
@@ -111,7 +126,7 @@ class PrefillEngine:
         self.num_steps += 1
 
     def fail(self, error: Exception) -> None:
-        """The prompts of the step that raised this are given up."""
+        """Fail all prompts of the step that raised ``error``."""
         for chunk in self._chunks:
             sequence = chunk.sequence
             self.scheduler.stop_computing(sequence)
@@ -121,7 +136,7 @@ class PrefillEngine:
         self._record_in_flight([])
 
     def close(self) -> None:
-        """It keeps no programs."""
+        """Do nothing: the prefill engine keeps no compiled programs."""
 
     def _record_in_flight(self, chunks: list[Chunk]) -> None:
         sequences = [chunk.sequence for chunk in chunks]
@@ -131,8 +146,11 @@ class PrefillEngine:
         )
 
     def _prepare_inputs(self, num_rows: int) -> PrefillInputs:
-        """All that the chosen chunks need. If that fails they are given up, and the step that was
-        agreed upon is a dummy that leaves no trace."""
+        """Build the inputs of the chosen chunks.
+
+        If that fails, their prompts fail and the inputs of a dummy step are returned. The other
+        ranks run the agreed step in any case.
+        """
         try:
             return self._build_inputs(self._chunks, num_rows)
         except Exception as error:
@@ -144,7 +162,11 @@ class PrefillEngine:
             return self._build_inputs([], num_rows)
 
     def _build_inputs(self, chunks: list[Chunk], num_rows: int) -> PrefillInputs:
-        """``num_rows`` of the forward where all ranks need as many, else as many as there are."""
+        """Pack ``chunks`` into one batch.
+
+        The batch is padded to ``num_rows`` tokens if the MoE dispatch needs equal sizes on all
+        ranks.
+        """
         for chunk in chunks:
             if chunk.lo == chunk.sequence.num_cached:
                 chunk.sequence.started_at = time.monotonic()
@@ -163,8 +185,11 @@ class PrefillEngine:
         )
 
     def _compute(self, inputs: PrefillInputs) -> Iterator[PromptResult]:
-        """Main model, first tokens, drafter. Logits are those of the last tokens of prompts that
-        end here, taken once."""
+        """Run the main model, sample first tokens, then run the drafter's prefill.
+
+        Logits are computed only for the last tokens of prompts that end in this step. Yields one
+        result for each of these prompts.
+        """
         network, segments = self._loaded.network, inputs.batch.segments
         assert segments is not None, "a packed batch has segments"
         drafter = self._loaded.drafter
@@ -188,7 +213,7 @@ class PrefillEngine:
         return zip(first_tokens_E.tolist(), logprobs, features_EF, strict=True)
 
     def _next_tokens(self, chunk: Chunk) -> list[int]:
-        """As many tokens behind it as cache entries may depend on."""
+        """Return the tokens after a chunk that its cache entries may depend on."""
         known = chunk.sequence.token_ids[chunk.hi : chunk.hi + self._num_lookahead]
         return [*known, *[UNKNOWN_TOKEN] * (self._num_lookahead - len(known))]
 
@@ -206,8 +231,11 @@ class PrefillEngine:
             self._on_progress(progress)
 
     def _end_broken(self, sequence: PrefillSequence) -> None:
-        """End a prompt whose logits are not finite. Nothing of it was published; pages that it
-        had from the prefix cache may be the cause, so they are forgotten there."""
+        """Fail a prompt whose logits are not finite.
+
+        Its own pages are not in the prefix cache yet. Pages that it took from there may be the
+        cause and are evicted.
+        """
         self.scheduler.stop_computing(sequence)
         self.scheduler.evict_pages(sequence)
         self._counters["num_non_finite"] += 1
@@ -217,8 +245,11 @@ class PrefillEngine:
 
 
 def last_rows(x_TF: Tensor, segments: Segments, ended_E: Tensor, num: int) -> Tensor:
-    """Of the ``num`` last tokens of prompts that end, in order: [E, num * F]. A segment has fewer
-    where the prompt has: then the first are zeros."""
+    """Gather the features of the last ``num`` tokens of prompts that end: [E, num * F], in order.
+
+    The features of tokens before the segment's start are zeros. A segment that ends a prompt is
+    that short only if the prompt is.
+    """
     starts_G = segments.ends_G - segments.ends_G.new_tensor(segments.lengths)
     back_K = torch.arange(-num, 0, device=ended_E.device)
     at_EK = segments.ends_G[ended_E].unsqueeze(1) + back_K
@@ -234,7 +265,7 @@ def _segment(chunk: Chunk) -> Segment:
 def _logprobs(
     requests: list[Request], logits_EV: Tensor, tokens_E: Tensor
 ) -> list[tuple[TokenLogprobs, ...]]:
-    """Of each first token, () for requests that did not ask."""
+    """Return the log probabilities of each first token, () for requests without ``logprobs``."""
     num_logprobs = [request.sampling.logprobs for request in requests]
     max_logprobs = max((num for num in num_logprobs if num is not None), default=None)
     if max_logprobs is None:
@@ -244,7 +275,7 @@ def _logprobs(
 
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
-    """The requests' settings, one row each."""
+    """Build the sampling settings of ``requests``, one row each."""
     settings, rules = [request.sampling for request in requests], None
     if any(one.adjusts_logits for one in settings):
         rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)

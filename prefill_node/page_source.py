@@ -1,4 +1,4 @@
-"""Where a prompt's pages come from: the rank's pool, or a decode row of the same process."""
+"""Sources of a prompt's pages: the rank's pool, or a decode row of the same process."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,15 +11,22 @@ UsePrefixPages = Callable[[Identity, Sequence[int]], tuple[int, ...]]
 
 
 class PageSource:
-    """From the pool, behind what the prefix cache knows. Owned by the engine thread, like the pool.
-    ``prefixes`` are what is known; cache entries depend on ``lag`` later tokens."""
+    """Allocates a prompt's pages: known pages from the prefix cache, the others from the pool.
+
+    Used on the engine thread only, like the pool. Cache entries depend on ``lag`` later tokens.
+    """
 
     def __init__(self, pool: PagePool, lag: int = 1) -> None:
         self.pool = pool
         self.prefixes = PrefixCache(pool, lag)
 
     def check_fits(self, identity: Identity, num_tokens: int) -> None:
-        """Raises ValueError for what can never be placed, HandoverError for what is gone."""
+        """Check that ``num_tokens`` tokens can be allocated once pages are free.
+
+        Raises:
+            ValueError: The prompt exceeds the pool.
+            HandoverError: The decode row of the sequence is gone (DecodeRowPages).
+        """
         num_pages, max_pages = self.pool.num_pages_for(num_tokens), self.pool.num_pages - 1
         if num_pages > max_pages:
             raise ValueError(
@@ -30,8 +37,11 @@ class PageSource:
     def allocate(
         self, identity: Identity, token_ids: Sequence[int]
     ) -> tuple[list[int], int] | None:
-        """Pages for all of ``token_ids`` with a reference each for the caller, and how many of
-        the first are known already; None while too few are free."""
+        """Allocate pages for ``token_ids``, with a reference each for the caller.
+
+        Returns the pages and the number of leading pages from the prefix cache, or None if too few
+        pages are free.
+        """
         known = self.prefixes.acquire(token_ids)
         num_own = self.pool.num_pages_for(len(token_ids)) - len(known)
         if num_own > self.pool.num_available:
@@ -41,12 +51,13 @@ class PageSource:
 
 
 class DecodeRowPages(PageSource):
-    """Pages that decode rows of this process hold: a prompt is computed where it is decoded.
+    """Uses the pages of decode rows of this process: a prompt is computed where it is decoded.
 
-    ``pages_of`` tells a row's, and raises HandoverError when there is no such row. Known pages take
-    the place of a row's first ones there (``use_prefix_pages``: they come with a reference each,
-    what they replace goes back to the pool, the row's pages are returned): nothing is copied. The
-    caller's references are its own, so neither frees a page that the other still needs.
+    ``pages_of`` returns a row's pages and raises HandoverError if there is no such row.
+    ``use_prefix_pages`` replaces a row's first pages by pages from the prefix cache, so nothing is
+    copied. It takes over a reference to each, releases the replaced pages and returns all pages.
+
+    Prefill holds references besides the row's, so neither frees a page that the other still needs.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""What a prefill step shall be: as many rows of packed tokens on every rank as the fullest has.
+"""Planning of prefill steps: all ranks run the token count of the fullest rank.
 
-A proposal is how many real tokens a rank has chosen for the next step, 0 if it has no work; a
-plan's key is how many rows the forward has where all ranks need as many, padding included.
+A proposal is the number of tokens that a rank has chosen for the next step, 0 if it has no work. A
+plan's key is the maximum of the proposals. Ranks that need equal batch sizes pad to it.
 """
 
 from collections.abc import Sequence

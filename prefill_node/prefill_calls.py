@@ -1,7 +1,7 @@
-"""What a gateway asks of a prefill node. The hand-over's own messages are kv_transfer's.
+"""Messages from a gateway to a prefill rank. Hand-over messages are in kv_transfer/messages.py.
 
-``cancel`` takes an Identity: drop it in whatever phase it is; one that has not come yet is refused
-when it does.
+``cancel`` takes an Identity and drops the sequence in any phase. If the sequence arrives later, it
+is refused.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,10 @@ from tandem.core.request import Request, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute ``request``'s prompt and keep it for pulling; if it ``is_suspect``, in steps of its
-    own."""
+    """Request to compute a prompt and keep its KV cache for pulling.
+
+    A suspect prompt runs alone in its steps.
+    """
 
     identity: Identity
     request: Request
@@ -22,8 +24,15 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class PrefillReply:
-    """The first token, how long the prompt waited and was computed, and how many of its tokens
-    an earlier prompt had computed already."""
+    """Reply to Prefill.
+
+    Attributes:
+        first_token: First output token.
+        num_cached: Number of prompt tokens found in the prefix cache.
+        queue_ms: Milliseconds before the first chunk started.
+        prefill_ms: Milliseconds from then until the prompt was computed.
+        logprobs: Log probabilities of the first token, if requested.
+    """
 
     first_token: int
     num_cached: int

@@ -1,7 +1,7 @@
-"""One prefill rank as its callers see it: bytes in, bytes out, no Ray.
+"""RPC service of one prefill rank. Messages are bytes; Ray is not needed.
 
-Lives on an asyncio loop; the engine computes on the engine loop's thread. This object joins the
-engine's progress with the hand-over's source: a chunk computed is a chunk offered.
+The service runs on an asyncio loop, the engine on the engine loop's thread. Every chunk that the
+engine has computed is offered to decode ranks through the hand-over source.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from tandem.runtime.parts import RankParts
 
 
 class PrefillRank:
-    """A prefill rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
+    """RPC service of a prefill rank. The creator starts ``parts.loop``; ``stop`` ends both.
 
-    Owns the callers; pages belong to the engine, leases to the source.
+    Owns the pending calls. Pages belong to the engine, leases to the source.
     """
 
     def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
@@ -61,7 +61,7 @@ class PrefillRank:
         return len(self.engine.scheduler.sequences)
 
     async def listen(self) -> None:
-        """Answer decode ranks over their own connections from now on."""
+        """Start to serve calls over direct connections from decode ranks."""
         await self._server.listen()
 
     async def stop(self) -> None:
@@ -70,7 +70,10 @@ class PrefillRank:
         await asyncio.to_thread(self.loop.stop)
 
     def _on_progress(self, progress: Progress) -> None:
-        """Offer a computed chunk; with the last one, seal and answer. Engine thread."""
+        """Offer a computed chunk. After the last one, seal the hand-over and complete the call.
+
+        Called on the engine thread.
+        """
         sequence, seal = progress.sequence, None
         if progress.first_token is not None:
             seal = Seal(progress.first_token, *self._pack_features(progress.features_F))
@@ -79,25 +82,28 @@ class PrefillRank:
             self._answer(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
-        """The hand-over needs the pages no more. Engine thread."""
+        """Drop a sequence whose pages the hand-over has released. Called on the engine thread."""
         self.engine.scheduler.drop(identity)
         text = f"{identity} was released before its prefill was done"
         self._answer(identity, HandoverError(text))
 
     def _on_failed(self, identity: Identity, error: TandemError) -> None:
-        """Its caller learns that first, then the decode rank. Engine thread."""
+        """Report a failed prefill to the calling gateway, then to the decode rank.
+
+        Called on the engine thread.
+        """
         self._answer(identity, error)
         self.source.fail(identity, str(error))
 
     def _on_engine_failure(self, error: BaseException) -> None:
-        """Nobody waits for an engine that has stopped, pulls neither. Engine thread."""
+        """Fail all pending calls and pulls of a stopped engine. Called on the engine thread."""
         text = f"the engine stopped: {error!r}"
         for identity in list(self._callers):
             self._answer(identity, RankDied(text))
             self.source.fail(identity, text)
 
     def _answer(self, identity: Identity, result: Progress | TandemError) -> None:
-        """Tell its caller, if there still is one. Engine thread."""
+        """Complete the pending call of ``identity``, if any. Called on the engine thread."""
         answer = self._callers.pop(identity, None)
         if answer is not None:
             self._asyncio.call_soon_threadsafe(resolve, answer, result)
@@ -134,7 +140,7 @@ class PrefillRank:
         return raw, str(features_F.dtype).removeprefix("torch.")
 
     def _heartbeat(self, _: None) -> Heartbeat:
-        """Read without waiting for the engine: how far that is, is what it tells."""
+        """Build a heartbeat without waiting for the engine thread, whose progress it reports."""
         if self.loop.failure is not None:
             raise RankDied(f"the engine stopped: {self.loop.failure!r}")
         num_left = self.engine.scheduler.num_tokens_left
@@ -157,7 +163,10 @@ class PrefillRank:
 
 
 async def build(parts: RankParts) -> PrefillRank:
-    """A rank that hands over. Raises ValueError where it cannot listen."""
+    """Create a prefill rank that serves direct connections from decode ranks.
+
+    Raises ValueError if it cannot listen.
+    """
     rank = PrefillRank(parts)
     await rank.listen()
     return rank

@@ -1,9 +1,9 @@
-"""Which prompts get pages, and which of their tokens the next step computes. Plain Python.
+"""Page allocation and chunked scheduling of prompts on a prefill rank. Plain Python.
 
-Prompts wait for pages first come, first served. Prompts of begun answers go first, but fresh ones
-get one turn in NEW_REQUEST_SHARE (core/turns.py). Placed prompts are computed in the same order, in
-chunks of at most the token budget; a part of the budget goes to the shortest of those behind, so
-that a short prompt never waits for the whole of a long one, nor for all of several.
+Prompts get pages in arrival order. Resumed requests go before new ones, which get one turn in
+NEW_REQUEST_SHARE (core/turns.py). Prompts with pages are computed in the same order, in chunks
+within the token budget. Part of the budget goes to the shortest prompts after the first. A short
+prompt therefore never waits for one or more long ones to finish.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from tandem.prefill_node.page_source import PageSource
 from tandem.prefill_node.sequence import PrefillSequence
 
 SHORT_PROMPT_SHARE = 4
-"""One part in this many of a step's tokens is for prompts behind the first."""
+"""Divisor of a step's token budget: 1/n of it is reserved for prompts after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,13 @@ class Chunk:
 
 
 class Scheduler:
-    """Owner of the prefill rank's sequences: queued for pages, waiting to be computed, leased.
+    """Owns the sequences of a prefill rank: queued for pages, waiting to be computed, or leased.
 
-    A sequence holds its pages from when it is placed until ``drop``: after its prefill is done
-    they are what decode ranks pull from. The queue is bounded by what decode ranks grant. Cache
-    entries of the last tokens depend on those behind, so many of them are computed at once: the
-    ``min_last_chunk`` of a prompt's last chunk.
+    A sequence holds its pages from their allocation until ``drop``. After the prefill, decode ranks
+    pull from them. The queue needs no bound, because decode ranks limit the number of grants.
+
+    Cache entries depend on later tokens. The last chunk of a prompt therefore has at least
+    ``min_last_chunk`` tokens, or the whole prompt if that is shorter.
     """
 
     def __init__(self, pages: PageSource, max_batch_tokens: int, min_last_chunk: int = 1) -> None:
@@ -56,25 +57,27 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Placed and not wholly computed."""
+        """Number of sequences that have pages and are not completely computed."""
         return len(self._waiting)
 
     @property
     def num_queued(self) -> int:
-        """Without pages yet."""
+        """Number of sequences that wait for pages."""
         return len(self._queue)
 
     @property
     def num_tokens_left(self) -> int:
-        """To be computed of all sequences; any thread."""
+        """Number of tokens left to compute, of all sequences. Any thread may read it."""
         return sum(sequence.num_left for sequence in list(self.sequences.values()))
 
     def admit(
         self, identity: Identity, request: Request, is_suspect: bool = False
     ) -> PrefillSequence:
-        """Take in prompt and resumed output; it gets pages, known ones first, in its turn.
+        """Queue a request's prompt and resumed output for pages.
 
-        Raises ValueError when it can never fit, HandoverError when it is here already.
+        Raises:
+            ValueError: The tokens can never fit.
+            HandoverError: The sequence is already here, or its decode row is gone.
         """
         if identity in self.sequences:
             raise HandoverError(f"{identity} is here already")
@@ -86,12 +89,12 @@ class Scheduler:
         return sequence
 
     def next_chunks(self) -> list[Chunk]:
-        """The next tokens to compute, at most the budget in all; empty when nothing waits.
+        """Return the chunks of the next step, within the token budget. Empty if no prompt waits.
 
-        The first prompt leaves ``1 / SHORT_PROMPT_SHARE`` of the budget to those behind it if they
-        want it, and they get what it does not need, those with the fewest tokens left first. Nobody
-        waits for ever: whoever came first moves on in every step. A suspect gets one to itself when
-        it has become the first.
+        The first prompt leaves ``1 / SHORT_PROMPT_SHARE`` of the budget to later prompts, if any.
+        They get all that it does not need, prompts with the fewest tokens left first. No prompt
+        starves, because the first one advances in every step. A suspect prompt runs alone once it
+        is the first.
         """
         if not self._waiting:
             return []
@@ -111,15 +114,19 @@ class Scheduler:
         return chunks
 
     def _chunk_size(self, num_left: int, allowed: int) -> int:
-        """Of the tokens left: a prompt's last chunk has ``min_last_chunk`` of them, or all there
-        are."""
+        """Return the chunk size: at most ``allowed``, leaving enough tokens for the last chunk.
+
+        Exceeds ``allowed`` only if ``min_last_chunk`` or fewer tokens are left.
+        """
         if allowed >= num_left or num_left <= self._min_last_chunk:
             return num_left
         return min(allowed, num_left - self._min_last_chunk)
 
     def advance(self, chunk: Chunk, first_token: int | None) -> None:
-        """The chunk is computed; with its last one a sequence leaves the queue and its pages
-        become known to the prefix cache."""
+        """Record a computed chunk.
+
+        After the last one, the sequence stops waiting and its pages enter the prefix cache.
+        """
         sequence = chunk.sequence
         sequence.num_computed = chunk.hi
         if first_token is not None:
@@ -127,16 +134,16 @@ class Scheduler:
             self._pages.prefixes.insert((*sequence.token_ids, first_token), sequence.pages)
 
     def stop_computing(self, sequence: PrefillSequence) -> None:
-        """Compute no more of it; it holds its pages until it is dropped."""
+        """Compute no more of a sequence. It holds its pages until ``drop``."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def evict_pages(self, sequence: PrefillSequence) -> None:
-        """Take what the prefix cache knows of the sequence's pages out of it."""
+        """Remove the pages of a sequence from the prefix cache."""
         self._pages.prefixes.evict(sequence.token_ids, sequence.pages)
 
     def drop(self, identity: Identity) -> None:
-        """End a sequence in any phase and give up its pages; unknown ones are left alone."""
+        """End a sequence in any phase and release its pages. Unknown sequences are ignored."""
         sequence = self.sequences.pop(identity, None)
         if sequence is None:
             return
@@ -146,7 +153,7 @@ class Scheduler:
         self._allocate_pages()
 
     def _allocate_pages(self) -> None:
-        """Give pages to those that queue, in order: nobody passes one that needs many."""
+        """Allocate pages for queued sequences, in turn. One that needs many is not overtaken."""
         while first := self._queue.peek():
             _, sequence = first
             allocated = self._pages.allocate(sequence.identity, sequence.token_ids)

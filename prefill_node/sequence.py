@@ -1,4 +1,4 @@
-"""A request's state on a prefill rank."""
+"""State of a sequence on a prefill rank."""
 
 from dataclasses import dataclass, field
 
@@ -8,10 +8,15 @@ from tandem.core.request import Request
 
 @dataclass(slots=True, eq=False)
 class PrefillSequence:
-    """``token_ids`` are prompt and resumed output; slots [0, num_computed) are computed, the first
-    ``num_cached`` of them by an earlier prompt. ``pages`` hold all of it, from when it was
-    placed until its lease ends. ``started_at`` is the monotonic time its first chunk began at.
-    One that ``is_suspect`` shares no step.
+    """A sequence whose prompt is computed on a prefill rank.
+
+    Attributes:
+        is_suspect: Whether the sequence must be alone in its steps.
+        pages: Pages of all tokens, from their allocation until the lease ends.
+        num_cached: Number of leading tokens that came from the prefix cache.
+        token_ids: Prompt and resumed output.
+        num_computed: Number of leading tokens whose cache entries exist, cached ones included.
+        started_at: Monotonic time in seconds at which the first chunk started.
     """
 
     identity: Identity

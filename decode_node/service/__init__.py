@@ -1,1 +1,1 @@
-"""What a decode rank is to others: its calls, its sessions, the frames that it sends."""
+"""External interface of a decode rank: RPC methods, sessions and token frames."""

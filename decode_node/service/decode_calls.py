@@ -1,7 +1,7 @@
-"""What a gateway asks of a decode node, in this order: grant, start; abort at any time.
+"""Messages from a gateway to a decode rank: ``grant``, then ``start``; ``abort`` at any time.
 
-``abort`` takes an Identity: drop the sequence in whatever phase it is; what comes later of it finds
-nothing.
+``abort`` takes an Identity and drops the sequence in any phase. Calls for it that arrive later are
+refused.
 """
 
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from tandem.kv_transfer.messages import Offer
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer once a row and pages are held for a request of this size; it may wait its turn.
+    """Request for a row and pages. The reply is sent once they are granted, in turn.
 
-    ``session`` is the nonce of the gateway that will renew them. What has begun goes
-    ahead of what has not.
+    ``session`` is the nonce of the gateway session that renews them. Resumed requests go before new
+    ones.
     """
 
     identity: Identity
@@ -27,8 +27,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Pull what ``offer`` promises into the granted pages; answered by TransferStats once the
-    sequence steps. One that ``is_suspect`` begins in steps of its own."""
+    """Request to pull the KV cache of ``offer`` into the granted pages and start the sequence.
+
+    The reply is TransferStats, sent once the sequence is active. A suspect sequence runs its first
+    steps alone.
+    """
 
     identity: Identity
     request: Request

@@ -1,4 +1,4 @@
-"""What a decode rank tells the gateways: each session its own sequences' updates, and its beats."""
+"""Sends each gateway session the updates of its sequences, and heartbeats."""
 
 import asyncio
 from collections import defaultdict
@@ -13,9 +13,11 @@ from tandem.runtime.frames import Frame
 
 
 class FramePublisher:
-    """Owned by the asyncio loop it was made in; ``publish`` is called on the engine thread.
+    """Distributes frames to the readers of sessions.
 
-    ``make_heartbeat`` makes the beat of a session that holds these, without waiting for the engine.
+    Used on the asyncio loop in which it was created. Only ``publish`` is called on the engine
+    thread. ``make_heartbeat`` builds the heartbeat of a session that holds the given sequences,
+    without waiting for the engine.
     """
 
     def __init__(
@@ -28,8 +30,10 @@ class FramePublisher:
         self._asyncio = asyncio.get_running_loop()
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        """Call ``reader`` with the packed frames of ``session`` from now on, and with the error
-        that stops the engine; returns what ends that. A later reader replaces an earlier one."""
+        """Call ``reader`` with every packed frame of ``session``, and with a fatal engine error.
+
+        A later reader replaces an earlier one. Returns a function that ends the subscription.
+        """
         self._sessions.renew(session)
         self._readers[session] = reader
 
@@ -40,19 +44,21 @@ class FramePublisher:
         return unsubscribe
 
     def on_heartbeat(self, session: int) -> None:
-        """A heartbeat: renew what the session holds, and tell it what that is, or why the engine
-        has stopped."""
+        """Renew the session and send a heartbeat that lists its sequences.
+
+        If the engine has stopped, the error is sent instead.
+        """
         self._sessions.renew(session)
         heartbeat = self._make_heartbeat(self._sessions.sequences_of(session))
         self._send_frame(session, self._failure or pack(TokenFrame(heartbeat=heartbeat)))
 
     def publish(self, updates: list[SequenceUpdate]) -> None:
-        """What a step gave. Engine thread."""
+        """Send a step's updates to their sessions. Called on the engine thread."""
         if updates:
             self._asyncio.call_soon_threadsafe(self._publish, updates)
 
     def fail(self, error: BaseException) -> None:
-        """The engine has stopped."""
+        """Send ``error``, which stopped the engine, to all readers and to later heartbeats."""
         self._failure = error
         for reader in list(self._readers.values()):
             reader(error)

@@ -1,8 +1,8 @@
-"""One decode rank as its callers see it: bytes in, bytes out, no Ray.
+"""RPC service of one decode rank. Messages are bytes; Ray is not needed.
 
-Lives on an asyncio loop; the engine computes on the engine loop's thread. A sequence goes
-grant -> start (pull) -> activate -> frames; ``abort`` ends it in any of these, and so does the end
-of its gateway's session.
+The service runs on an asyncio loop, the engine on the engine loop's thread. A sequence passes
+through grant -> start (pull) -> activate -> frames. ``abort`` ends it in any phase, and so does the
+end of its gateway's session.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 REMEMBER_ABORTS_S = 600.0
-"""How long an abort is remembered, so that what it overtook finds it."""
+"""Seconds for which an aborted identity is remembered, to refuse calls that the abort overtook."""
 
 
 class KvReceiver(Protocol):
-    """How KV comes into granted pages: pulled from another rank, or already there."""
+    """Gets a sequence's KV cache into granted pages, by transfer or because it is there already."""
 
     async def pull(
         self, offer: Offer, control: Control, pages: Sequence[int]
@@ -49,10 +49,10 @@ class KvReceiver(Protocol):
 
 
 class DecodeRank:
-    """A decode rank; ``parts.loop`` is started by whoever made it, and ``stop`` ends both.
+    """RPC service of a decode rank. The creator starts ``parts.loop``; ``stop`` ends both.
 
-    Owns grants and pulls in flight, and the sessions they belong to; rows and pages are the
-    engine's. ``find_control`` gives the control of the life of a prefill rank that an offer names.
+    Owns the pending grants, the pulls in flight and the sessions. Rows and pages belong to the
+    engine. ``find_control(owner, epoch)`` returns the control channel of an offer's prefill rank.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class DecodeRank:
         return len(scheduler.sequences) + scheduler.num_waiting
 
     async def listen(self) -> None:
-        """Serve frames from now on; ``info`` says where."""
+        """Start to serve frames and add the address to ``info``."""
         self.info = replace(self.info, frames=await self._server.listen())
 
     async def stop(self) -> None:
-        """Cancel every pull, close every channel, end the engine."""
+        """Cancel all pulls, close all channels and stop the engine."""
         await cancel_and_wait(self._sweeper, *self._arrivals.values())
         await self._server.stop()
         await self.kv_receiver.close()
         await asyncio.to_thread(self.loop.stop)
 
     async def _grant(self, grant: Grant) -> None:
-        """Answered once a row and pages are held."""
+        """Wait until a row and pages are held. Raises HandoverError if the sequence is aborted."""
         identity = grant.identity
         self._check_not_aborted(identity)
         if self.sessions.session_of(identity) is not None:
@@ -109,7 +109,7 @@ class DecodeRank:
         self.sessions.add(grant.session, identity)
         granted = self._pending_grants[identity] = self._asyncio.create_future()
         try:
-            # At once: whatever ends it is posted behind.
+            # Posted before the first await, so that an abort is posted after it.
             enqueued = self.loop.post(lambda: self.engine.enqueue(identity, grant.size))
             await asyncio.gather(asyncio.wrap_future(enqueued), granted)
         except BaseException:
@@ -119,7 +119,7 @@ class DecodeRank:
             del self._pending_grants[identity]
 
     def _on_grant(self, identity: Identity) -> None:
-        """A row and pages are held. Engine thread."""
+        """Complete the pending grant of ``identity``. Called on the engine thread."""
         self._asyncio.call_soon_threadsafe(self._resolve_grant, identity, None)
 
     def _resolve_grant(self, identity: Identity, error: Exception | None) -> None:
@@ -138,7 +138,11 @@ class DecodeRank:
         return task.result()
 
     def _on_received(self, identity: Identity, task: "asyncio.Task[TransferStats]") -> None:
-        """Retrieve the error too: the gateway may have cancelled its call because it knew of it."""
+        """Forget a finished pull and retrieve its error.
+
+        If the gateway has cancelled its call, nothing else retrieves the error, and asyncio would
+        log it.
+        """
         del self._arrivals[identity]
         if not task.cancelled():
             task.exception()
@@ -167,8 +171,8 @@ class DecodeRank:
         """Start the steps of a sequence whose cache is complete. Runs on the engine thread.
 
         Raises:
-            HandoverError: The row was given up meanwhile.
-            StepFailed: It could not be started, for instance for want of device memory.
+            HandoverError: The sequence was dropped while its cache arrived.
+            StepFailed: The sequence could not be started, for instance for lack of device memory.
         """
         try:
             self._start_steps(start, seal)
@@ -178,7 +182,7 @@ class DecodeRank:
             raise StepFailed(f"{start.identity}: it was not started: {error!r}") from error
 
     def _start_steps(self, start: Start, seal: Seal) -> None:
-        # Features go to the device with the rest of their row (Rows).
+        # Rows copies the features to the device together with the rest of the row.
         features_F = None
         if seal.features is not None:
             dtype = getattr(torch, seal.features_dtype)
@@ -188,8 +192,11 @@ class DecodeRank:
         )
 
     async def _abort(self, identity: Identity) -> None:
-        """The pull ends first: only then may its pages be freed, however often this is asked. What
-        was overtaken is refused."""
+        """End a sequence in any phase. Repeated aborts are allowed.
+
+        A pull is cancelled first, because its pages may be freed only after that. Calls of the
+        sequence that arrive later are refused.
+        """
         self._recently_ended.add(identity, None)
         self._resolve_grant(identity, HandoverError(f"{identity} was aborted while it waited"))
         if identity in self._arrivals:
@@ -205,14 +212,14 @@ class DecodeRank:
             raise HandoverError(f"{identity} was aborted before it came")
 
     async def _sweep(self) -> None:
-        """Drop what belongs to gateways that are gone; forget what was aborted long ago."""
+        """Abort the sequences of expired sessions and forget old aborts."""
         for identity in self.sessions.sweep():
             log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
             await self._abort(identity)
         self._recently_ended.sweep()
 
     def _on_failure(self, error: BaseException) -> None:
-        """Nobody waits for an engine that has stopped. Engine thread."""
+        """Fail pending grants and readers of a stopped engine. Called on the engine thread."""
         self._asyncio.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
@@ -221,7 +228,10 @@ class DecodeRank:
             self._resolve_grant(identity, RankDied(f"the engine stopped: {error!r}"))
 
     def _heartbeat(self, alive: tuple[Identity, ...]) -> Heartbeat:
-        """Read without waiting for the engine: how far that is, is what it tells."""
+        """Build a heartbeat without waiting for the engine thread, whose progress it reports.
+
+        ``alive`` are the sequences that the session holds.
+        """
         num_waiting = self.engine.scheduler.num_waiting
         return Heartbeat(
             self.loop.stall_detector.measure_progress(), self._load(), num_waiting, alive=alive
@@ -243,7 +253,10 @@ class DecodeRank:
 
 
 async def build(parts: RankParts, find_control: Callable[[str, int], Control]) -> DecodeRank:
-    """A rank that pulls, and serves frames. Raises ValueError where it cannot listen."""
+    """Create a decode rank that pulls KV caches from prefill ranks, and serve its frames.
+
+    Raises ValueError if it cannot listen.
+    """
     rank = DecodeRank(
         parts,
         sink.Sink(parts.spec.rank_name, parts.spec.epoch, parts.transfer_endpoint()),

@@ -1,6 +1,7 @@
-"""Whose sequences a decode rank holds: gateways renew theirs by heartbeat, or lose them.
+"""Gateway sessions of a decode rank, with the sequences that each of them holds.
 
-Plain Python, owned by one thread (design.md, Leases on decode).
+A gateway renews its session by heartbeats. An expired session loses its sequences. Plain Python,
+owned by one thread.
 """
 
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from tandem.core.identity import Identity
 
 
 class Sessions:
-    """Sessions by nonce. One that is not renewed for ``lease_s`` loses what it holds."""
+    """Sessions by nonce. A session expires if it is not renewed for ``lease_s`` seconds."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
@@ -18,20 +19,20 @@ class Sessions:
         self._owners: dict[Identity, int] = {}
 
     def __len__(self) -> int:
-        """Sequences held, of all sessions."""
+        """Number of sequences of all sessions."""
         return len(self._owners)
 
     def renew(self, session: int) -> None:
-        """A sign of life; the first one begins the session."""
+        """Renew a session, or create it."""
         self._renewed_at[session] = self._clock()
 
     def add(self, session: int, identity: Identity) -> None:
-        """The session asks for something, which is a sign of life too."""
+        """Add a sequence to a session, which also renews the session."""
         self.renew(session)
         self._owners[identity] = session
 
     def release(self, identity: Identity) -> None:
-        """The sequence has ended; an unknown one is left alone."""
+        """Remove a sequence that has ended. Unknown sequences are ignored."""
         self._owners.pop(identity, None)
 
     def session_of(self, identity: Identity) -> int | None:
@@ -41,7 +42,7 @@ class Sessions:
         return tuple(identity for identity, owner in self._owners.items() if owner == session)
 
     def sweep(self) -> list[Identity]:
-        """End the sessions that were not renewed; what they held, to be dropped."""
+        """Remove expired sessions and return their sequences, which the caller must drop."""
         horizon = self._clock() - self._lease_s
         ended = [session for session, at in self._renewed_at.items() if at <= horizon]
         orphans = [identity for session in ended for identity in self.sequences_of(session)]
