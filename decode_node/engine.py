@@ -194,7 +194,8 @@ class DecodeEngine:
         plan = None
         if sequences or self._planner.is_step_requested or self._may_capture_or_profile:
             plan = self._planner.plan(self._proposal(sequences)).key
-            # A serving step may add a program to capture. None: nothing to do until ``drop``.
+            # A serving step may leave a program to capture. A plan of None means that there is
+            # nothing to capture or profile until the next ``drop`` or serving step.
             self._may_capture_or_profile = plan is not None and (
                 self._may_capture_or_profile or self._captures_ahead
             )

@@ -223,7 +223,7 @@ def _record_key(costs: StepCostModel, key: StepKey, reports: Sequence[StepReport
 
 
 BatchSize = tuple[int, int]
-"""Row bucket, and average number of known tokens per row."""
+"""Row bucket, and context length in tokens per row."""
 DraftLengthPolicy = Callable[[StepCostModel, BatchSize, Sequence[int]], int]
 """``(costs, batch, number of rows by draft limit) -> index of the next step's draft shape``."""
 

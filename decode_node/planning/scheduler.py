@@ -47,7 +47,7 @@ class Scheduler:
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
         self.queue = TurnQueue[RequestLimits]()
-        """Requests that wait for a row and pages."""
+        """Requests that wait for a row and pages, new and resumed."""
         self.sequences: dict[Identity, GrantedSequence | RunningSequence] = {}
         """Sequences that hold rows, in the order of their grants."""
         self._running_by_row: list[RunningSequence | None] = [None] * max_rows
@@ -120,7 +120,7 @@ class Scheduler:
     def build_running(
         self, identity: Identity, request: Request, is_suspect: bool = False
     ) -> RunningSequence:
-        """Build the running state of a granted request whose KV cache and first token are there.
+        """Build the running state of a granted request whose KV cache and first token arrived.
 
         Raises HandoverError if the request holds no grant.
         """

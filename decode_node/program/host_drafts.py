@@ -55,7 +55,7 @@ class HostDraftRunner:
         none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
         none = Drafts(none_BN, none_B, None, none_BN if level.parents is None else None)
         try:
-            # Otherwise the drafter has nothing to draft and nothing to catch up with.
+            # The drafter has no part in a step that neither drafts nor catches up.
             if level.num_nodes or key.catch_up:
                 drafts = draft(self._loaded.drafter, self._caches, rows, key, level)
                 return check_drafts(drafts, none, self._loaded.config.vocab_size)

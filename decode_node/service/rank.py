@@ -37,7 +37,7 @@ REMEMBER_ABORTS_S = 600.0
 
 
 class KvReceiver(Protocol):
-    """Gets a sequence's KV cache into granted pages, by transfer or because it is there already."""
+    """Waits until a sequence's KV cache is in its granted pages, transferring it if necessary."""
 
     async def pull(
         self, offer: Offer, control: Control, pages: Sequence[int]
@@ -148,10 +148,10 @@ class DecodeRank:
             task.exception()
 
     async def _receive(self, start: Start) -> TransferStats:
-        """Fetch the KV and start the sequence; a failure frees the row.
+        """Fetch the KV cache and start the sequence. A failure drops the sequence.
 
         Raises:
-            HandoverError, StepFailed: The attempt failed; another one may succeed.
+            HandoverError, StepFailed: The attempt failed. Another attempt may succeed.
         """
         identity, offer = start.identity, start.offer
         row = await self.loop.call(lambda: self.engine.scheduler.get_grant(identity))
