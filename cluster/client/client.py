@@ -1,4 +1,4 @@
-"""Talk to a Tandem server from Python, without torch or Ray.
+"""Python client of a Tandem server. It imports neither torch nor Ray.
 
     from tandem import Client
 
@@ -6,7 +6,8 @@
         for piece in client.generate("def f(", max_tokens=64):
             print(piece.text, end="")
 
-A stream that breaks with UNAVAILABLE is resumed where it broke; no token is lost or repeated.
+A stream that breaks with UNAVAILABLE is resumed after the last received token: no token is lost or
+repeated.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from tandem.core.answer import Piece
 from tandem.core.info import ModelInfo, ServerStatus
 
 CALL_TIMEOUT_S = 10.0
-"""Deadline of every call but ``generate``."""
+"""Deadline of every call except ``generate``, in seconds."""
 _OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -40,11 +41,15 @@ _T = TypeVar("_T")
 
 
 class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
-    """One server's client for asyncio. Every call raises ``InferenceError`` if it fails.
+    """Client of one server for asyncio. Create it inside the running loop.
 
-    Build it inside the running loop. A stream that breaks is tried again until ``retry_s`` have
-    passed without a new token, UNREACHABLE_TIMEOUT_S if nobody has ever answered at ``address``;
-    ``backoff_s`` is the first pause before another attempt.
+    Every call raises ``InferenceError`` if it fails.
+
+    Args:
+        address: HOST:PORT of the server.
+        retry_s: Maximum seconds without a new token, from the first failure, before a broken stream
+            fails. At most UNREACHABLE_TIMEOUT_S while no server has ever answered at ``address``.
+        backoff_s: Pause before the second attempt, in seconds; later pauses double.
     """
 
     _open_channel: ClassVar[Any] = staticmethod(grpc.aio.insecure_channel)
@@ -57,45 +62,53 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         self._retry_s, self._backoff_s = retry_s, backoff_s
         start = f"`tandem serve --set server.address={address}`"
         self._unreachable_text = f"nobody answers at {address}; start a server there with {start}"
-        """What to say as long as nobody has ever answered."""
+        """Error text while no server has ever answered at this address; "" afterwards."""
 
     def generate(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Piece, None]:
-        """Stream the answer to ``prompt`` (text or token ids): deltas, then a ``Finished``; of each
-        of ``n`` answers, told apart by ``index``.
+        """Stream the answers to ``prompt`` (text or token ids).
 
-        Every piece has ``text`` and ``token_ids``. Closing the generator ends the request.
-        Raises ``ValueError`` at once if an option cannot be sent.
+        Yields deltas and then one ``Finished`` for each of the ``n`` answers; ``index`` says which
+        answer a piece belongs to. Every piece has ``text`` and ``token_ids``. Closing the generator
+        ends the request.
+
+        Raises:
+            ValueError: An option cannot be encoded. Raised by this call, before iteration.
         """
         return self._stream_with_retries(
             StreamPlan(prompt, options, self._retry_s, self._backoff_s)
         )
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """The whole answer, the first of several; takes what ``generate`` takes."""
+        """Return the whole answer, or the first of several. Takes the options of ``generate``."""
         return (await self.complete_all(prompt, **options))[0]
 
     async def complete_all(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> list[Completion]:
-        """All ``n`` answers, by index."""
+        """Return all ``n`` answers, ordered by index. Takes the options of ``generate``."""
         return completions_of([piece async for piece in self.generate(prompt, **options)])
 
     async def abort(self, request_id: str) -> bool:
-        """End a request; its stream gets ``Finished``. False if no such request is running."""
+        """Abort a request, whose stream then ends with ``Finished``. Return False if it is not
+        running.
+        """
         answer = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return bool(answer.found)
 
     async def model_info(self) -> ModelInfo:
+        """Return the properties and limits of the served model."""
         answer = await self._call(self._stub.GetModelInfo, pb.GetModelInfoRequest())
         return from_proto(ModelInfo, answer)
 
     async def status(self) -> ServerStatus:
+        """Return the state of the server and of every rank."""
         answer = await self._call(self._stub.GetStatus, pb.GetStatusRequest())
         return from_proto(ServerStatus, answer)
 
     async def close(self) -> None:
+        """Close the channel. Streams that are still open fail."""
         await _await_if_needed(self._channel.close())
 
     async def __aexit__(self, *_: object) -> None:
@@ -126,7 +139,10 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
             raise await self._failure(error) from error
 
     async def _failure(self, error: grpc.RpcError) -> InferenceError:
-        """Says so if there is nobody at this address: every server tells its status."""
+        """Convert ``error``, and explain it if no server listens at this address.
+
+        GetStatus distinguishes the two cases, because every running server answers it.
+        """
         failure = InferenceError.of(error)
         if self._unreachable_text and failure.code == grpc.StatusCode.UNAVAILABLE:
             try:
@@ -140,7 +156,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
 
 class _BlockingClient(AsyncClient):
-    """Its coroutines block and never suspend."""
+    """Client whose coroutines block instead of suspending."""
 
     _open_channel = staticmethod(grpc.insecure_channel)
     _read = staticmethod(lambda call: next(call, grpc.aio.EOF))
@@ -148,7 +164,7 @@ class _BlockingClient(AsyncClient):
 
 
 class Client(AbstractContextManager["Client"]):
-    """One server's client for threads: the calls of ``AsyncClient``, without ``await``."""
+    """Blocking client of one server, for use in threads. Same calls as ``AsyncClient``."""
 
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
         self._client = _BlockingClient(address, retry_s=retry_s, backoff_s=backoff_s)
@@ -156,28 +172,31 @@ class Client(AbstractContextManager["Client"]):
     def generate(
         self, prompt: Prompt, **options: Unpack[GenerateOptions]
     ) -> Generator[Piece, None, None]:
-        """As ``AsyncClient.generate``, for ``for``."""
+        """Stream the answers to ``prompt``. See ``AsyncClient.generate``."""
         return _iterate_blocking(self._client.generate(prompt, **options))
 
     def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:
-        """As ``AsyncClient.complete``."""
+        """Return the whole answer, or the first of several. See ``AsyncClient.complete``."""
         return _run_blocking(self._client.complete(prompt, **options))
 
     def complete_all(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> list[Completion]:
-        """As ``AsyncClient.complete_all``."""
+        """Return all ``n`` answers, ordered by index. See ``AsyncClient.complete_all``."""
         return _run_blocking(self._client.complete_all(prompt, **options))
 
     def abort(self, request_id: str) -> bool:
-        """As ``AsyncClient.abort``."""
+        """Abort a request. See ``AsyncClient.abort``."""
         return _run_blocking(self._client.abort(request_id))
 
     def model_info(self) -> ModelInfo:
+        """Return the properties and limits of the served model."""
         return _run_blocking(self._client.model_info())
 
     def status(self) -> ServerStatus:
+        """Return the state of the server and of every rank."""
         return _run_blocking(self._client.status())
 
     def close(self) -> None:
+        """Close the channel. Streams that are still open fail."""
         _run_blocking(self._client.close())
 
     def __exit__(self, *_: object) -> None:
@@ -185,12 +204,12 @@ class Client(AbstractContextManager["Client"]):
 
 
 async def _await_if_needed(result: Any) -> Any:
-    """What a call over either kind of channel gives."""
+    """Return the result of a call: awaited on asyncio channels, unchanged on blocking ones."""
     return await result if inspect.isawaitable(result) else result
 
 
 def _run_blocking(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """The result of a coroutine that never suspends."""
+    """Run a coroutine that never suspends and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -200,7 +219,7 @@ def _run_blocking(coroutine: Coroutine[Any, Any, _T]) -> _T:
 
 
 def _iterate_blocking(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:
-    """The items of an async generator that never suspends; closing it closes that one."""
+    """Yield the items of an async generator that never suspends, and close it at the end."""
     try:
         while (piece := _run_blocking(anext(pieces, None))) is not None:
             yield piece

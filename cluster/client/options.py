@@ -1,4 +1,4 @@
-"""What a client asks for: the options of ``generate``, and the message they make."""
+"""Options of ``generate``, and the GenerateRequest message that is built from them."""
 
 import secrets
 import uuid
@@ -14,76 +14,93 @@ _Message = TypeVar("_Message", bound=Message)
 
 
 Prompt = str | Sequence[int]
-"""Text, or token ids that are used as they are."""
+"""Prompt as text, or as token ids that are used unchanged."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """What ``generate`` takes besides the prompt; all optional, defaults in brackets."""
+    """Options of ``generate`` besides the prompt. All are optional; defaults in brackets."""
 
     max_tokens: int
-    """Most tokens of the answer, resumed ones included [128]."""
+    """Maximum number of output tokens, including resumed ones [128]."""
     temperature: float
-    """0 is greedy [0]."""
+    """Sampling temperature; 0 is greedy [0]."""
     top_k: int
-    """0 is all tokens [0]."""
+    """Number of most likely tokens to sample from; 0 is all tokens [0]."""
     top_p: float
-    """In (0, 1] [1]."""
+    """Cumulative probability of the tokens to sample from, in (0, 1] [1]."""
     min_p: float
-    """In [0, 1) [0]."""
+    """Minimum probability relative to the most likely token, in [0, 1) [0]."""
     repetition_penalty: float
-    """Above 1 makes tokens of prompt and answer less likely, below 1 more; 0.01 to 10 [1]."""
+    """Factor on tokens of prompt and answer, 0.01 to 10. Above 1 makes them less likely [1]."""
     presence_penalty: float
-    """Taken from the logits of tokens in the answer [0]."""
+    """Amount subtracted from the logits of tokens that the answer contains [0]."""
     frequency_penalty: float
-    """The same, as often as they are there [0]."""
+    """Amount subtracted from the logits of tokens per occurrence in the answer [0]."""
     logit_bias: Mapping[int, float]
-    """Added to the logits, by token id [none]."""
+    """Amounts added to the logits, by token id [none]."""
     seed: int | None
-    """0 to 2^63-1; None draws one here if temperature > 0, so that a resume keeps it [None]."""
+    """Sampling seed, 0 to 2^63-1. None: the client draws one if temperature > 0, so that a resumed
+    answer keeps its seed [None].
+    """
     stop: str | Sequence[str]
-    """Text, or texts, that end the answer and are not in it [none]."""
+    """Stop string or strings: they end the answer and are not part of its text [none]."""
     stop_token_ids: Sequence[int]
-    """Tokens that end the answer, besides the model's own [none]."""
+    """Tokens that end the answer, besides the model's end-of-sequence tokens [none]."""
     min_tokens: int
-    """The answer does not end before so many tokens [0]."""
+    """Minimum number of output tokens before the answer may end [0]."""
     ignore_eos: bool
-    """Go on after the model's own end-of-sequence tokens [False]."""
+    """Continue after the model's end-of-sequence tokens [False]."""
     skip_special_tokens: bool
-    """False gives special tokens a text, which stop strings then see [True]."""
+    """Omit special tokens from the text. False: they have a text, and stop strings match it
+    [True].
+    """
     logprobs: int | None
-    """Tell log probabilities of each token and of so many of the likeliest [None]."""
+    """Number of most likely tokens whose log probabilities are returned with each token's own.
+    None: no log probabilities [None].
+    """
     n: int
-    """Answers to this prompt, told apart by ``index``; several are not resumed if their stream
-    breaks [1]."""
+    """Number of answers, distinguished by ``index``. Broken streams are resumed for one answer only
+    [1].
+    """
     max_drafts: int | None
-    """Most drafts per step; None is the server's number [None]."""
+    """Maximum drafts per step. None: the server's speculation.max_depth [None]."""
     acceptance: str
-    """relaxed, rejection, ...: tandem.proto says what each of ``Acceptance`` promises [strict]."""
+    """Acceptance rule for drafts, such as relaxed or rejection. ``Acceptance`` in
+    cluster/proto/tandem.proto describes all of them [strict].
+    """
     relaxed_top_n: int
-    """Of the relaxed kinds: a draft passes among so many of the likeliest tokens [0 is 1]."""
+    """Relaxed acceptance: number of most likely tokens that a draft must be among [0,
+    meaning 1].
+    """
     relaxed_delta: float
-    """And only if at most this much less likely than the best [0]."""
+    """Relaxed acceptance: maximum difference from the most likely token's probability [0]."""
     typical_epsilon: float
-    """Of typical: a draft passes that is more probable than this [0 is 0.09]."""
+    """Typical acceptance: probability above which a draft is accepted [0, meaning 0.09]."""
     typical_alpha: float
-    """Or than this times exp(-entropy) [0 is 0.3]."""
+    """Typical acceptance: drafts above this factor times exp(-entropy) are also accepted [0,
+    meaning 0.3].
+    """
     request_id: str | None
-    """Names the request in ``abort`` and logs; None makes one up [None]."""
+    """Name of the request in ``abort`` and in logs. None: the client generates one [None]."""
     resume_token_ids: Sequence[int]
-    """Tokens of the answer that are there already; they are not sent again [none]."""
+    """Output tokens that the caller already has; they are not sent again [none]."""
     resume_model: str | None
-    """Digest of the model that wrote them; a server of another model refuses [not checked]."""
+    """Digest of the model that generated ``resume_token_ids``. A server of another model refuses
+    the request [not checked].
+    """
     resume_proof: str | None
-    """Proof from their stream, with which the answer goes ahead of new requests; it counts with the
-    same request_id and seed only [none]."""
+    """Proof from the broken stream, which gives the resumed answer priority over new requests.
+    Valid only with the same request_id and seed [none].
+    """
     timeout_s: float | None
-    """Deadline of the whole answer, retries included; None waits for ever [None]."""
+    """Deadline of the whole answer in seconds, including retries. None: no deadline [None]."""
 
 
 def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message for ``prompt`` (text or token ids), with a seed if it is to be sampled.
+    """Build the GenerateRequest for ``prompt``. Draws a seed if the request is to be sampled.
 
-    Raises ``ValueError`` if a value cannot be put into the message at all.
+    Raises:
+        ValueError: A value cannot be encoded in the message.
     """
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     _refuse_bytes({"prompt": prompt} | fields)
@@ -122,5 +139,5 @@ def _refuse_bytes(values: Mapping[str, Any]) -> None:
 
 
 def _submessage(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:
-    """The options that are fields of this message."""
+    """Build a ``cls`` message from those options that are fields of it."""
     return cls(**{name: fields[name] for name in cls.DESCRIPTOR.fields_by_name if name in fields})

@@ -1,4 +1,4 @@
-"""One answer over as many streams as it takes, and what a client makes of them."""
+"""Streams of one request across retries, and the completions that a client assembles from them."""
 
 import random
 import secrets
@@ -17,21 +17,26 @@ from tandem.cluster.proto.mapping import piece_from_proto
 from tandem.core.answer import Delta, Finished, Piece
 
 UNREACHABLE_TIMEOUT_S = 5.0
-"""How long a server is looked for where none has ever answered."""
+"""Maximum seconds of retries at an address where no server has ever answered."""
 MAX_PAUSE_S = 5.0
-"""Pauses between attempts double up to this, with jitter of half."""
+"""Maximum pause between attempts, in seconds. Pauses double up to it, with up to 50 % of jitter."""
 
 
 @dataclass(eq=False)
 class InferenceError(Exception):
     """A call that failed.
 
-    ``code`` is the gRPC status. ``retry_after_s`` is the server's hint when it is overloaded.
-    ``token_ids`` are the answer's tokens that had arrived: pass them as ``resume_token_ids``
-    (with the same seed) to go on later, and ``model``, the digest of the model that wrote them, as
-    ``resume_model``. ``proof`` is the ``resume_proof`` with which the answer then goes ahead of new
-    requests, if ``request_id`` is the same too. FAILED_PRECONDITION: the server has another model
-    and cannot go on.
+    To resume an answer later, send the same request and seed with ``token_ids``, ``model`` and
+    ``proof``. A server of another model refuses that with FAILED_PRECONDITION.
+
+    Attributes:
+        code: gRPC status.
+        details: Message of the server.
+        retry_after_s: Seconds to wait, as an overloaded server requests; None without such a hint.
+        token_ids: Output tokens received so far, for ``resume_token_ids``.
+        model: Digest of the model that generated them, for ``resume_model``.
+        proof: Value for ``resume_proof``, which gives the resumed answer priority over new
+            requests. Valid only with the same ``request_id``.
     """
 
     code: grpc.StatusCode
@@ -43,7 +48,7 @@ class InferenceError(Exception):
 
     @classmethod
     def of(cls, error: grpc.RpcError) -> Self:
-        """``error`` of either kind of channel, with the server's hint."""
+        """Convert an error of either kind of channel, including the server's retry hint."""
         hint = dict(tuple(error.trailing_metadata() or ())).get(RETRY_AFTER_KEY)
         return cls(error.code(), error.details() or "", hint and float(hint))
 
@@ -53,7 +58,7 @@ class InferenceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer; ``token_ids`` end with the end-of-sequence token if there was one."""
+    """A whole answer. ``token_ids`` includes the end-of-sequence token, if there was one."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -61,10 +66,10 @@ class Completion:
 
 
 class StreamPlan:
-    """Follows one answer over as many streams as it takes, or n answers over one.
+    """State of one request across retries: one answer over any number of streams, or n over one.
 
-    Every attempt has the same request id and nonce, so that the server can tell what is left of an
-    earlier one from another request of that name.
+    Every attempt carries the same request id and nonce. From the nonce the server recognises a
+    retry, as opposed to another request with the same id.
     """
 
     def __init__(
@@ -80,13 +85,13 @@ class StreamPlan:
         self._num_answers = self._num_running = self._message.sampling.n or 1
 
     def start_call(self, stub: rpc.InferenceStub) -> Any:
-        """The next attempt: a call for the rest of the answer, which ends at the deadline."""
+        """Start the next attempt: a call for the rest of the answer, which ends at the deadline."""
         self._message.resume_token_ids[:] = self._token_ids
         left_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
         return stub.Generate(self._message, timeout=left_s, metadata=self._metadata)
 
     def receive(self, response: pb.GenerateResponse) -> Piece:
-        """The piece in ``response``, noted as arrived."""
+        """Return the piece in ``response``, and record the state for resuming after it."""
         piece = piece_from_proto(response)
         self._message.resume_model = response.model or self._message.resume_model
         self._message.resume_proof = response.proof or self._message.resume_proof
@@ -99,21 +104,24 @@ class StreamPlan:
 
     @property
     def is_done(self) -> bool:
-        """Whether every answer has its last piece."""
+        """Whether the last piece of every answer has arrived."""
         return self._num_running == 0
 
     def pause_after(self, failure: InferenceError | None, is_known: bool = True) -> float:
         """Return the seconds to wait before the next attempt.
 
+        Two kinds of failure are retried: UNAVAILABLE, and an overloaded server's refusal with a
+        retry hint if some tokens have arrived.
+
         Args:
-            failure: Error that ended the latest attempt, None if it ended too early without one.
-            has_features: Whether a server has ever answered; if not, ``retry_s`` is at most
-            UNREACHABLE_TIMEOUT_S.
+            failure: Error that ended the latest attempt; None if the stream ended early without
+                one.
+            is_known: A server has answered at this address before. If not, retries end after
+                UNREACHABLE_TIMEOUT_S at the latest.
 
         Raises:
-            InferenceError: ``failure``, which another attempt does not mend. That is any but
-                UNAVAILABLE, and RESOURCE_EXHAUSTED with a hint once there are tokens. It is raised
-                after ``retry_s``, and if several answers had begun, in any case.
+            InferenceError: ``failure``, if it is of another kind or ``retry_s`` has passed. Also if
+                the request is for several answers and some tokens have arrived.
         """
         if failure is None:
             details = "the stream ended before the answer did"
@@ -139,7 +147,7 @@ class StreamPlan:
 
 
 def completions_of(pieces: Iterable[Piece]) -> list[Completion]:
-    """All pieces of all answers put together, by index."""
+    """Assemble the pieces of all answers into completions, ordered by index."""
     by_index: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_index.setdefault(piece.index, []).append(piece)

@@ -1,4 +1,4 @@
-"""What the commands share: options, errors on stderr, progress, a cluster of one's own."""
+"""Shared parts of the commands: options, errors on stderr, progress, a temporary local cluster."""
 
 import asyncio
 import inspect
@@ -36,7 +36,7 @@ SetOptions = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Change one key, such as decode.max_num_seqs=32. Repeatable.",
+        help="Value of one configuration key, such as decode.max_num_seqs=32. Repeatable.",
     ),
 ]
 ListKeys = Annotated[
@@ -48,18 +48,19 @@ ListKeys = Annotated[
         help="Print every configuration key with its default and meaning, and exit.",
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Json = Annotated[bool, typer.Option("--json", help="Output as one JSON object.")]
 RayAddress = Annotated[
     str | None,
     typer.Option(
         "--ray-address",
-        help="Join the cluster in this Ray, or create it there; auto is the Ray of this machine.",
+        help="Ray cluster whose Tandem cluster is joined, or in which one is created. "
+        "auto: the Ray of this machine.",
     ),
 ]
 
 
 def with_options_of(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Of a command: its keyword arguments are the fields of the dataclass ``options``."""
+    """Declare the fields of the dataclass ``options`` as the keyword arguments of a command."""
 
     def declared(command: Callable[..., None]) -> Callable[..., None]:
         command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]
@@ -70,10 +71,11 @@ def with_options_of(options: type[Any]) -> Callable[[Callable[..., None]], Calla
 
 
 def run_command(main: Coroutine[Any, Any, None]) -> None:
-    """Run a command's coroutine; errors go to stderr as ``error: CODE: details``, exit code 1.
+    """Run a command's coroutine. Errors go to stderr as ``error: CODE: details``, with exit code 1.
 
-    SIGTERM and SIGINT cancel it, so that what it started is stopped too. After the first SIGTERM
-    an alarm ends the process in time, whatever it waits for; later ones change nothing.
+    SIGTERM and SIGINT cancel the coroutine, so that everything it started is stopped too. The first
+    SIGTERM also sets an alarm that ends the process if stopping takes too long. Later ones have no
+    effect.
     """
     with report_errors():
         asyncio.run(_cancelled_by_sigterm(main))
@@ -94,7 +96,10 @@ async def _cancelled_by_sigterm(main: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Turn an error into ``error: CODE: details`` on stderr and exit code 1."""
+    """Print an exception as ``error: CODE: details`` on stderr and exit with code 1.
+
+    Interruptions exit with code 130.
+    """
     try:
         yield
     except (typer.Exit, BrokenPipeError):
@@ -110,15 +115,18 @@ def report_errors() -> Iterator[None]:
 
 
 def fail(code: str, details: str) -> NoReturn:
-    """Say what went wrong, and exit with 1."""
+    """Print an error to stderr and exit with code 1."""
     print(f"error: {code}: {details}", file=sys.stderr, flush=True)
     raise typer.Exit(1)
 
 
 @contextmanager
 def show_progress() -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is going on, and "SUBJECT: text" of many at once: the latest of each with
-    a spinner on a terminal, a line for each change elsewhere."""
+    """Yield a function that shows progress on stderr.
+
+    Texts of the form "SUBJECT: text" replace the previous text of that subject. A terminal shows
+    the latest text of each subject with a spinner; other outputs get a line for each change.
+    """
     console, latest = Console(stderr=True), dict[str, str]()
     with console.status("") if console.is_terminal else nullcontext() as spinner:
 
@@ -137,9 +145,15 @@ def show_progress() -> Iterator[Callable[[str], None]]:
 
 @asynccontextmanager
 async def run_server(config: TandemConfig, ray_address: str | None = None) -> AsyncIterator[Server]:
-    """A server over a cluster of its own, serving; both are gone when the block ends.
+    """Run a server and its cluster until the block ends. Yields the server once it serves.
 
-    The address is taken first, so that a port in use is told before a model is loaded.
+    The listening address is bound first, so that a port in use is reported before a model is
+    loaded.
+
+    Args:
+        config: Configuration of server and cluster.
+        ray_address: Ray cluster in which to join a Tandem cluster, or to create one that outlives
+            this process. None: a cluster that ends with the block.
     """
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(Server(config))
@@ -156,7 +170,7 @@ async def run_server(config: TandemConfig, ray_address: str | None = None) -> As
 
 @asynccontextmanager
 async def temporary_server(config: Path | None, sets: list[str] | None) -> AsyncIterator[str]:
-    """The address of a server for this command alone, on any free port."""
+    """Run a local cluster and server on any free port until the block ends. Yields its address."""
     config_of_server = load(config, [*(sets or []), "server.address=127.0.0.1:0"])
     async with run_server(config_of_server) as server:
         yield server.address

@@ -1,4 +1,4 @@
-"""``tandem generate``: one answer, from a server or from a cluster of its own."""
+"""``tandem generate``: complete one prompt, on a running server or on a temporary local cluster."""
 
 import json
 import sys
@@ -26,50 +26,67 @@ from tandem.core.request import ABORT, ERROR
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateCommandOptions:
-    """Every option of the command; those of the request are called as in ``GenerateOptions``."""
+    """Options of ``tandem generate``. Request options are named as in ``GenerateOptions``."""
 
-    prompt: Annotated[
-        str | None, Argument(help="The text to continue; - or nothing reads stdin.")
-    ] = None
+    prompt: Annotated[str | None, Argument(help="Text to continue; - or nothing reads stdin.")] = (
+        None
+    )
     token_ids: Annotated[
-        str | None, Option(metavar="1,2,3", help="The prompt as token ids, used as they are.")
+        str | None, Option(metavar="1,2,3", help="Prompt as token ids, used unchanged.")
     ] = None
     address: Annotated[
         str | None,
-        Option(metavar="HOST:PORT", help="The server to ask; none starts a cluster for it."),
+        Option(
+            metavar="HOST:PORT",
+            help="Address of a running server. Default: a temporary local cluster.",
+        ),
     ] = None
-    max_tokens: Annotated[int, Option(help="Most tokens of the answer.")] = 128
-    temperature: Annotated[float, Option(help="0 takes the likeliest token every time.")] = 0.0
-    seed: Annotated[int | None, Option(help="Makes a sampled answer repeatable.")] = None
+    max_tokens: Annotated[int, Option(help="Maximum number of output tokens.")] = 128
+    temperature: Annotated[
+        float, Option(help="Sampling temperature; 0 always takes the most likely token.")
+    ] = 0.0
+    seed: Annotated[
+        int | None, Option(help="Seed that makes a sampled answer repeatable. Default: random.")
+    ] = None
     skip_special_tokens: Annotated[
-        bool, Option(help="Leave special tokens such as <think> out of the text.")
+        bool, Option(help="Omit special tokens such as <think> from the text.")
     ] = True
     acceptance: Annotated[
         Literal[
             "strict", "relaxed", "relaxed_log_probs", "rejection", "rejection_greedy", "typical"
         ],
         Option(
-            help="When a drafted token is accepted. strict: the same answer as without drafts. "
-            "relaxed: faster, but lossy while the model thinks; temperature 0 only. "
-            "rejection: sampled answers of the same distribution, though not the same answer. "
-            "typical: faster, but lossy; above temperature 0 only."
+            help="Rule by which drafted tokens are accepted. strict: same answer as without "
+            "drafts. relaxed: faster, lossy while the model thinks; temperature 0 only. "
+            "rejection: same distribution as without drafts, but not the same sample. "
+            "typical: faster, lossy; temperature above 0 only."
         ),
     ] = "strict"
     relaxed_top_n: Annotated[
         int,
         Option(
-            help="relaxed: accept drafts among so many of the likeliest tokens; 0 is 1. "
-            "Recipes for DeepSeek-R1 take 10 and a delta of 0.6."
+            help="Relaxed acceptance: number of most likely tokens that a draft must be among. "
+            "0 means 1. Recipes for DeepSeek-R1 use 10, with --relaxed-delta 0.6."
         ),
     ] = 0
     relaxed_delta: Annotated[
-        float, Option(help="relaxed: and at most this much less probable than the likeliest.")
+        float,
+        Option(
+            help="Relaxed acceptance: maximum difference from the most likely token's probability."
+        ),
     ] = 0.0
     typical_epsilon: Annotated[
-        float, Option(help="typical: accept drafts more probable than this; 0 is 0.09.")
+        float,
+        Option(
+            help="Typical acceptance: probability above which drafts are accepted. 0 means 0.09."
+        ),
     ] = 0.0
     typical_alpha: Annotated[
-        float, Option(help="typical: or than this times exp(-entropy); 0 is 0.3.")
+        float,
+        Option(
+            help="Typical acceptance: alpha; drafts with p > alpha * exp(-entropy) are also "
+            "accepted. 0 means 0.3."
+        ),
     ] = 0.0
     as_json: Json = False
     config: ConfigFile = None
@@ -77,7 +94,7 @@ class GenerateCommandOptions:
     list_keys: ListKeys = False
 
     def request_options(self) -> GenerateOptions:
-        """The options that the request is made of."""
+        """Return the options that are part of the request."""
         names = GenerateOptions.__annotations__
         fields = {name: value for name, value in asdict(self).items() if name in names}
         return GenerateOptions(**fields)  # type: ignore[typeddict-item]
@@ -85,7 +102,7 @@ class GenerateCommandOptions:
 
 @with_options_of(GenerateCommandOptions)
 def generate(**values: Any) -> None:
-    """Answer one prompt; the text appears as it comes.
+    """Complete one prompt and print the text as it is generated.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""``tandem rebalance``: experts where they balance best, by what was counted while serving."""
+"""``tandem rebalance``: balance experts over ranks by the row counts of past requests."""
 
 import json
 from dataclasses import asdict
@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 Gangs = Annotated[
     list[str] | None,
-    typer.Option("--gang", metavar="NAME", help="Only this one, such as decode-0. Repeatable."),
+    typer.Option(
+        "--gang",
+        metavar="NAME",
+        help="Gang to rebalance, such as decode-0. Repeatable. Default: all of several ranks.",
+    ),
 ]
 
 
@@ -22,11 +26,11 @@ def rebalance(
     gang: Gangs = None,
     as_json: Json = False,
 ) -> None:
-    """Place the experts of each gang anew, so that its ranks have equally much to do.
+    """Rebalance the experts of each gang, so that its ranks have equal work.
 
-    One gang after the other gets no new requests, ends those it has, and loads its weights again; a
-    gang that would gain nothing is left alone. Answers that take longer than
-    control.drain_timeout_s go on in another gang.
+    Gangs are rebalanced one after another: each is drained, and its weights are
+    loaded again. A gang that would not gain is left unchanged. Answers that take
+    longer than control.drain_timeout_s migrate to another gang.
 
     \b
     Examples:

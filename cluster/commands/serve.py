@@ -1,4 +1,4 @@
-"""``tandem serve``: a cluster and its gRPC server, until a signal."""
+"""``tandem serve``: run a cluster and its gRPC server until a signal arrives."""
 
 import asyncio
 import gc
@@ -26,12 +26,12 @@ def serve(
     ray_address: RayAddress = None,
     list_keys: ListKeys = False,
 ) -> None:
-    """Serve a cluster over gRPC: one of its own, or one that is joined.
+    """Serve a cluster over gRPC: a local one, or a shared one with --ray-address.
 
-    Prints "ready grpc=HOST:PORT" once it serves. SIGTERM or Ctrl-C lets
-    running answers finish (at most server.drain_timeout_s); a second one does not
-    wait for them. A cluster of its own ends with it; one that was joined by
-    --ray-address goes on, until tandem stop.
+    Prints "ready grpc=HOST:PORT" once it serves. SIGTERM or Ctrl-C lets running
+    answers finish (for at most server.drain_timeout_s); a second one does not wait.
+    A local cluster ends with this process. A cluster of --ray-address keeps
+    running until tandem stop.
 
     \b
     Examples:
@@ -46,9 +46,12 @@ def serve(
 
 
 class _Signals:
-    """SIGTERM and SIGINT: once ready the first asks to stop. Before, or as the second one, it
-    cancels the task; later ones change nothing, so that the end is not cut short. ``end_s`` after
-    the first an alarm ends the process."""
+    """Handling of SIGTERM and SIGINT.
+
+    The first signal sets ``stop``, if the server is ready. A signal before that, or the second one,
+    cancels the task. Later ones have no effect, so that cleanup is not cut short. An alarm ends the
+    process ``end_s`` seconds after the first signal.
+    """
 
     def __init__(self, end_s: float) -> None:
         self._end_s = end_s
@@ -77,9 +80,9 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
     signals.install()
     try:
         async with run_server(loaded, ray_address) as server:
-            signals.install()  # Ray may have put its own in their place
+            signals.install()  # Ray may have replaced the handlers
             signals.is_ready = True
-            gc.freeze()  # what starting made stays, and need not be looked at again and again
+            gc.freeze()  # objects created at startup are permanent: exclude them from collections
             addresses = {name: at for name, at in server.addresses.items() if at is not None}
             print("ready", *(f"{name}={at}" for name, at in addresses.items()), flush=True)
             await signals.stop.wait()

@@ -1,4 +1,4 @@
-"""``tandem status``: what a server is, and how its ranks are doing."""
+"""``tandem status``: show the served model and the state of every rank."""
 
 import json
 from dataclasses import asdict
@@ -12,14 +12,14 @@ from tandem.cluster.client.client import Client
 from tandem.cluster.commands.common import DEFAULT_ADDRESS, Json, report_errors
 from tandem.core.info import DEGRADED, PREFILL, SERVING, STARTING, ModelInfo, ServerStatus
 
-Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="The server to ask.")]
+Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the server.")]
 
 
 def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
     """Show the state of a server and of every rank.
 
-    The exit code is 0 if it serves requests (SERVING, or DEGRADED: not by all
-    nodes that there should be), else 1.
+    The exit code is 0 if the server accepts requests, else 1. SERVING and
+    DEGRADED servers do. DEGRADED: some of the configured nodes are not ready.
 
     \b
     Examples:
@@ -59,7 +59,7 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
 
 
 def rank_table(state: ServerStatus) -> Table:
-    """A line for each rank that is there."""
+    """Return a table with one row for each rank that is alive."""
     table = Table(box=None, padding=(0, 1, 0, 0))
     names = ["rank", "epoch", "rows", "free tokens", "leases", "channels", "steps"]
     is_shared = any(rank.balance_ratio for rank in state.ranks)

@@ -1,4 +1,4 @@
-"""``tandem stop``: ends a cluster that ``tandem serve --ray-address`` began."""
+"""``tandem stop``: stop a cluster that ``tandem serve --ray-address`` started."""
 
 import json
 
@@ -9,12 +9,14 @@ from tandem.cluster.commands.common import Json, RayAddress, fail, run_command
 
 def stop(
     ray_address: RayAddress = "auto",
-    deadline_s: float = typer.Option(10.0, min=0.1, help="Seconds that ranks get to stop."),
+    deadline_s: float = typer.Option(
+        10.0, min=0.1, help="Seconds that ranks have to stop before they are killed."
+    ),
     as_json: Json = False,
 ) -> None:
-    """Stop the cluster in a Ray: every rank, and what it took of the machines.
+    """Stop the cluster in a Ray: stop every rank and free its resources.
 
-    Servers that are attached to it go on listening, but refuse requests.
+    Attached servers keep listening, but refuse requests.
 
     \b
     Examples:
