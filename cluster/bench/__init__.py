@@ -1,1 +1,1 @@
-"""The load generator behind ``tandem bench``; it needs neither torch nor Ray."""
+"""Load generator of ``tandem bench``. It needs neither torch nor Ray."""

@@ -1,4 +1,4 @@
-"""When the requests of an open loop are due."""
+"""Arrival times of open-loop requests."""
 
 import random
 
@@ -6,10 +6,16 @@ import random
 def arrival_times_s(
     num_requests: int, rate: float, burstiness: float = 1.0, seed: int = 0
 ) -> list[float]:
-    """Seconds from the start to each arrival, the first one after a gap of its own.
+    """Return the arrival time of each request in seconds after the start.
 
-    Gaps are gamma distributed with mean ``1 / rate`` (rate in requests per second) and squared
-    coefficient of variation ``1 / burstiness``: 1 is Poisson, below 1 burstier, above 1 steadier.
+    Gaps, including the one before the first request, are gamma distributed.
+
+    Args:
+        num_requests: Number of arrival times.
+        rate: Mean requests per second.
+        burstiness: Inverse of the gaps' squared coefficient of variation. 1 is a Poisson process,
+            below 1 is burstier, above 1 is steadier.
+        seed: Seed of the gaps.
     """
     rng = random.Random(f"arrivals {seed}")
     times_s, now_s = [], 0.0

@@ -1,4 +1,4 @@
-"""``tandem bench``: load on a server, and what it made of it."""
+"""``tandem bench``: put load on a server and report latency, throughput and draft acceptance."""
 
 import sys
 from collections import Counter
@@ -24,28 +24,29 @@ from tandem.cluster.commands.common import (
 
 @with_options_of(BenchOptions)
 def bench(**values: Any) -> None:
-    """Put load on a server: latency, throughput, and what drafting made of it.
+    """Put load on a server and report latency, throughput and draft acceptance.
 
-    --concurrency keeps so many requests in flight (closed loop). --rate, or a
-    trace with arrival times, sends on schedule (open loop): latency counts
-    from the schedule, so a slow server or generator cannot hide. A failed
-    request is counted; only when all of them fail is the exit code 1. Random
-    prompts do not tell how well drafts do on real text: use a trace. Compared
-    runs share their prompts, so a prefix cache helps the later ones.
+        --concurrency keeps a fixed number of requests in flight (closed loop). --rate,
+        or a trace with arrival times, sends on schedule (open loop). Latency counts
+        from the schedule, so it includes delays of the server and of the generator.
+        Failed requests are counted; the exit code is 1 only if all of them fail.
 
-    \b
-    Examples:
-      tandem bench --concurrency 8 --num-requests 32
-      tandem bench --rate 4 --burstiness 0.5 --slo-ttft-ms 500 --slo-tpot-ms 50
-      tandem bench --compare-drafts 0,3 --ignore-eos --plot drafts.png
-      tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
-      tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
-      tandem bench --launch --set speculation.max_depth=2
-      tandem bench --launch --workload trace --trace mine.jsonl --ignore-eos \
-        --compare drafter=none --compare drafter=mtp --compare drafter=ngram
-    \b
-    A line of a trace:
-      {"arrival_s": 0.25, "text": "def f(", "max_tokens": 64}
+        Acceptance on random prompts says little about real text: use a trace. Compared
+        runs share their prompts, so a prefix cache helps the later ones.
+
+        \b
+        Examples:
+          tandem bench --concurrency 8 --num-requests 32
+          tandem bench --rate 4 --burstiness 0.5 --slo-ttft-ms 500 --slo-tpot-ms 50
+          tandem bench --compare-drafts 0,3 --ignore-eos --plot drafts.png
+          tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
+          tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
+          tandem bench --launch --set speculation.max_depth=2
+          tandem bench --launch --workload trace --trace mine.jsonl --ignore-eos \
+            --compare drafter=none --compare drafter=mtp --compare drafter=ngram
+        \b
+        A line of a trace:
+          {"arrival_s": 0.25, "text": "def f(", "max_tokens": 64}
     """
     run_command(_bench(BenchOptions(**values)))
 
@@ -103,7 +104,9 @@ def _progress() -> Progress:
 
 
 def _report_failures(arms: Sequence[Arm]) -> None:
-    """The commonest gRPC code and an example on stderr; exit code 1 if no request was answered."""
+    """Print the most common gRPC code with an example to stderr. Exits with 1 if no request
+    succeeded.
+    """
     records = [record for arm in arms for record in arm.records]
     failed = [record for record in records if record.error is not None]
     if not records:

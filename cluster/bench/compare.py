@@ -1,5 +1,4 @@
-"""``tandem bench --compare``: the same load on one cluster after the other, each with another
-speculation, and which of them was the fastest."""
+"""``tandem bench --compare``: the same load on one cluster per speculation setting."""
 
 import json
 from collections.abc import Sequence
@@ -19,26 +18,29 @@ from tandem.core.config import load
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResult:
-    """One cluster: the keys of its speculation, as given, and what it made of the load."""
+    """Result of one cluster: its speculation keys, as given on the command line, and its arm."""
 
     keys: str
     arm: Arm
 
     @property
     def tpot_ms(self) -> float:
-        """Infinite if nothing was answered."""
+        """Mean milliseconds per output token; infinite if no request succeeded."""
         mean = self.arm.metrics.tpot_ms
         return inf if mean is None else mean.mean
 
 
 def set_options(options: BenchOptions, keys: str) -> list[str]:
-    """``--set`` items of one of them."""
+    """Return the ``--set`` items of the cluster with the speculation keys ``keys``."""
     return [*(options.sets or []), *(f"speculation.{one.strip()}" for one in keys.split(","))]
 
 
 async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonResult]:
-    """Each once, in order; all with the same prompts. Raises ``ValueError`` for keys that are none
-    before the first cluster is begun."""
+    """Run the load on one cluster after another, in order, all with the same prompts.
+
+    Raises:
+        ValueError: Some keys are invalid. Raised before the first cluster is started.
+    """
     assert options.compare, "there is something to compare"
     for keys in options.compare:
         load(options.config, set_options(options, keys))
@@ -54,7 +56,7 @@ async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonR
 
 
 def show(console: Console, results: Sequence[ComparisonResult]) -> None:
-    """A line of each, and a verdict."""
+    """Print a table with one row per cluster, and the fastest setting."""
     columns = "drafts", "tokens", "step ms", "ms/token", "p99", "tokens/s", "speed-up"
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("speculation", overflow="fold")
@@ -83,7 +85,7 @@ def show(console: Console, results: Sequence[ComparisonResult]) -> None:
 
 
 def as_json(options: BenchOptions, results: Sequence[ComparisonResult]) -> str:
-    """``{"options", "runs": [{"keys", "metrics", "acceptance"}]}``"""
+    """Return the JSON object ``{"options", "runs": [{"keys", "metrics", "acceptance"}]}``."""
     runs = [
         {
             "keys": one.keys,

@@ -1,4 +1,4 @@
-"""From options to results: which runs are made, in which order, and what they say."""
+"""Experiments: the runs that the options request, their order, and their results."""
 
 import time
 from collections.abc import Sequence
@@ -19,12 +19,14 @@ from tandem.core.info import ModelInfo
 
 DEFAULT_CONCURRENCY = 8
 NUM_ROUNDS = 2
-"""Compared numbers of drafts run this often, in turns (0 3, then 3 0), so that drift cancels."""
+"""Number of runs per compared draft count. Their order alternates (0 3, then 3 0) to cancel
+drift.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """All runs with one ``max_drafts``."""
+    """All runs with one ``max_drafts``, and their results. None: the server's maximum."""
 
     max_drafts: int | None
     runs: tuple[Run, ...]
@@ -38,10 +40,19 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Speedups:
-    """Of TPOT: ``model_first`` with a as measured at position 1, ``model_fitted`` with the a
-    that gives the accepted length, ``measured`` over the arm without drafts (and by round). With
-    that a a token takes ``operations`` times those without drafts, and a ``reads``-th of the
-    reads."""
+    """Measured and modelled gains of one arm, in terms of cluster/bench/speculation.py.
+
+    Attributes:
+        cost_ratio: Cost of one draft in steps without drafts (``c``); None if unknown.
+        model_first: Modelled TPOT speed-up with the measured ``a`` of position 1.
+        model_fitted: Modelled TPOT speed-up with the ``a`` that gives the accepted length.
+        measured: TPOT without drafts divided by TPOT of this arm; None without an arm without
+            drafts.
+        measured_per_round: The same ratio per round.
+        operations: FLOPs per output token divided by those without drafts, at the fitted ``a``.
+        reads: Factor by which reads of weights and cache per output token fall, at the fitted
+            ``a``.
+    """
 
     cost_ratio: float | None
     model_first: float | None
@@ -53,9 +64,10 @@ class Speedups:
 
 
 class Trial:
-    """Makes the runs that ``options`` ask for; no request is sent after ``duration_s``.
+    """Runs the experiment that ``options`` describe. Sends no request after ``duration_s``.
 
-    Raises ``ValueError`` if the server cannot serve them.
+    Raises:
+        ValueError: The server cannot serve the requested number of drafts or the workload.
     """
 
     def __init__(
@@ -73,7 +85,7 @@ class Trial:
         self._due_s = due_times_s(options, self._jobs)
 
     async def run(self) -> list[Arm]:
-        """Every arm's warm-up, then its runs, all with the same jobs."""
+        """Run the warm-up of every arm, then all rounds. All arms have the same jobs."""
         arms = self._options.arms
         num_rounds = NUM_ROUNDS if len(arms) > 1 else 1
         stop_at = time.monotonic() + self._options.duration_s
@@ -90,7 +102,9 @@ class Trial:
         return [arm_of(arm, runs[arm], slo) for arm in arms]
 
     async def _run(self, number: int, num_rounds: int, arm: int | None, stop_s: float) -> Run:
-        """Round ``number``'s part of the jobs; -1 is the warm-up."""
+        """Run the jobs of round ``number``, or the warm-up if it is -1. Stops sending after
+        ``stop_s``.
+        """
         jobs, due_s = self._warm_up, None
         if number >= 0:
             low, high = (len(self._jobs) * i // num_rounds for i in (number, number + 1))
@@ -123,7 +137,7 @@ class Trial:
 def jobs_of(
     options: BenchOptions, model: ModelInfo, num: int, *, warm_up: bool = False
 ) -> list[Job]:
-    """The workload, or another one to warm up with: of the same kind, random for a trace."""
+    """Return the jobs of the workload, or of its warm-up. A trace is warmed up with random jobs."""
     if options.trace is not None and not warm_up:
         return trace_jobs(options.trace, model, num, options.seed)
     shape = RequestLengths(
@@ -137,7 +151,7 @@ def jobs_of(
 
 
 def due_times_s(options: BenchOptions, jobs: Sequence[Job]) -> list[float] | None:
-    """When each job is due, from the start; None is a closed loop."""
+    """Return when each job is due, in seconds after the start; None for a closed loop."""
     if options.rate is not None:
         return arrival_times_s(len(jobs), options.rate, options.burstiness, options.seed)
     if options.concurrency is not None or jobs[0].arrival_s is None:
@@ -146,6 +160,7 @@ def due_times_s(options: BenchOptions, jobs: Sequence[Job]) -> list[float] | Non
 
 
 def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
+    """Return the arm with the results of ``runs``."""
     records = [record for run in runs for record in run.records]
     return Arm(max_drafts, tuple(runs), measure(runs, slo), acceptance(records))
 
@@ -153,7 +168,9 @@ def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
 def speedups(
     arms: Sequence[Arm], cost_ratio: float | None, draft_flops_ratio: float = 0.0
 ) -> list[Speedups]:
-    """One for each arm; without a ``cost_ratio`` it is taken from the arm with most drafts."""
+    """Return the gains of each arm. ``cost_ratio`` None: measured on the arm with the most
+    drafts.
+    """
     base = next((arm for arm in arms if arm.max_drafts == 0), None)
     deepest = max(arms, key=lambda arm: arm.acceptance.num_drafts)
     num_drafts = deepest.acceptance.num_drafts

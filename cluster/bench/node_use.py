@@ -1,4 +1,4 @@
-"""What the decode nodes did during a run, by the counters they keep."""
+"""Use of the decode nodes during a run, from the counters of their ranks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
@@ -8,10 +8,14 @@ from tandem.core.info import PREFILL, ServerStatus
 
 @dataclass(frozen=True, slots=True)
 class NodeUsage:
-    """Decode steps, their seconds, those of their tensor programs, and preempted sequences.
+    """Sums over the decode ranks.
 
-    Everything of a step outside its tensor program is the host's share: choosing who runs,
-    building the batch, reading tokens, telling them.
+    Attributes:
+        num_steps: Decode steps.
+        step_s: Seconds in these steps.
+        program_s: Part of ``step_s`` in tensor programs. The rest is host time: choosing sequences,
+            building the batch, reading and sending tokens.
+        num_preempted: Preempted sequences.
     """
 
     num_steps: float = 0
@@ -21,25 +25,30 @@ class NodeUsage:
 
     @classmethod
     def of(cls, status: ServerStatus) -> "NodeUsage":
-        """Since the ranks were born."""
+        """Return the counts since the ranks' epochs started."""
         ranks = [rank for rank in status.ranks if rank.kind != PREFILL]
         sums = {f.name: sum(rank.counters.get(f.name, 0) for rank in ranks) for f in fields(cls)}
         return cls(**sums)
 
     def since(self, before: "NodeUsage") -> "NodeUsage":
-        """Nothing if a rank's counters went back, as at its rebirth."""
+        """Return the difference to ``before``, or zeros if a counter fell because a rank
+        restarted.
+        """
         parts = [getattr(self, f.name) - getattr(before, f.name) for f in fields(self)]
         return NodeUsage(*parts) if min(parts) >= 0 else NodeUsage()
 
     @classmethod
     def total(cls, uses: Iterable["NodeUsage"]) -> "NodeUsage":
+        """Return the sums over several runs."""
         uses = list(uses)
         return cls(*(sum(getattr(use, f.name) for use in uses) for f in fields(cls)))
 
     @property
     def host_share(self) -> float | None:
+        """Share of step time outside tensor programs; None without steps."""
         return 1 - self.program_s / self.step_s if self.step_s else None
 
     @property
     def step_ms(self) -> float | None:
+        """Mean milliseconds per decode step; None without steps."""
         return self.step_s / self.num_steps * 1e3 if self.num_steps else None

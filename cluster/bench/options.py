@@ -1,4 +1,4 @@
-"""What ``tandem bench`` can be told, and which combinations make no sense."""
+"""Options of ``tandem bench``, and the checks of their combinations."""
 
 import ipaddress
 from dataclasses import dataclass, fields
@@ -16,48 +16,61 @@ _load = partial(Option, rich_help_panel="Load")
 _work = partial(Option, rich_help_panel="Workload")
 _spec = partial(Option, rich_help_panel="Speculation")
 _out = partial(Option, rich_help_panel="Output")
-_ADDRESS = Option(metavar="HOST:PORT", help=f"The server. Default: {DEFAULT_ADDRESS}")
-_TRACE = "JSONL of {arrival_s, prompt_tokens | prompt_ids | text, max_tokens}."
+_ADDRESS = Option(metavar="HOST:PORT", help=f"Address of the server. Default: {DEFAULT_ADDRESS}")
+_TRACE = "JSONL file of {arrival_s, prompt_tokens | prompt_ids | text, max_tokens}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """Every option of the command, within its bounds; ``check`` says whether they fit together."""
+    """All options of ``tandem bench``. Each is within its bounds; ``check`` verifies
+    combinations.
+    """
 
     address: Annotated[str | None, _ADDRESS] = None
-    launch: Annotated[bool, Option("--launch", help="Start a cluster for this run instead.")] = (
-        False
-    )
-    allow_remote: Annotated[bool, Option("--allow-remote", help="Load another machine.")] = False
+    launch: Annotated[
+        bool, Option("--launch", help="Temporary local cluster as the server, for this run.")
+    ] = False
+    allow_remote: Annotated[
+        bool, Option("--allow-remote", help="Permission to put load on another machine.")
+    ] = False
     config: ConfigFile = None
     sets: SetOptions = None
     list_keys: ListKeys = False
 
     rate: Annotated[
-        float | None, _load(min=1e-3, max=1e5, help="Open loop: requests/s, come what may.")
+        float | None,
+        _load(min=1e-3, max=1e5, help="Open loop: mean requests per second. Default: closed loop."),
     ] = None
     burstiness: Annotated[
-        float, _load(min=1e-3, max=1e3, help="Gamma shape: 1 Poisson, less is burstier.")
+        float,
+        _load(min=1e-3, max=1e3, help="Gamma shape of arrival gaps: 1 Poisson, less is burstier."),
     ] = 1.0
     concurrency: Annotated[
         int | None, _load(min=1, max=4096, help="Closed loop: requests in flight. Default: 8.")
     ] = None
     num_requests: Annotated[
-        int, _load(min=1, max=_MAX_COUNT, help="Most requests, of each compared run.")
+        int, _load(min=1, max=_MAX_COUNT, help="Maximum number of requests per compared arm.")
     ] = 64
     duration_s: Annotated[
-        float, _load(min=1e-3, max=_DAY_S, help="No request is sent later, in all.")
+        float,
+        _load(min=1e-3, max=_DAY_S, help="Seconds, over all runs, in which requests are sent."),
     ] = 300.0
-    timeout_s: Annotated[float, _load(min=1e-3, max=_DAY_S, help="Of each request.")] = 120.0
+    timeout_s: Annotated[
+        float, _load(min=1e-3, max=_DAY_S, help="Deadline of each request in seconds.")
+    ] = 120.0
     warm_up: Annotated[
-        int, _load(min=0, max=_MAX_COUNT, help="Requests sent first and not counted.")
+        int, _load(min=0, max=_MAX_COUNT, help="Uncounted requests that each arm sends first.")
     ] = 4
 
     workload: Annotated[Literal["random", "shared-prefix", "trace"], _work()] = "random"
-    prompt_tokens: Annotated[str, _work(metavar="LOW:HIGH", help="After a prefix.")] = "64:256"
-    output_tokens: Annotated[str, _work(metavar="LOW:HIGH")] = "32:96"
+    prompt_tokens: Annotated[
+        str, _work(metavar="LOW:HIGH", help="Tokens of random prompts, without a shared prefix.")
+    ] = "64:256"
+    output_tokens: Annotated[
+        str, _work(metavar="LOW:HIGH", help="Output tokens of random requests.")
+    ] = "32:96"
     num_prefixes: Annotated[
-        int, _work(min=1, max=_MAX_COUNT, help="How many prefixes are shared.")
+        int, _work(min=1, max=_MAX_COUNT, help="Number of shared prefixes.")
     ] = 4
     prefix_tokens: Annotated[
         int, _work(min=1, max=_MAX_COUNT, help="Tokens of each shared prefix.")
@@ -65,59 +78,84 @@ class BenchOptions:
     trace: Annotated[
         Path | None, _work(metavar="FILE", exists=True, dir_okay=False, help=_TRACE)
     ] = None
-    temperature: Annotated[float, _work(help="0 is greedy.")] = 0.0
+    temperature: Annotated[float, _work(help="Sampling temperature; 0 is greedy.")] = 0.0
     seed: Annotated[
-        int, _work(min=0, max=2**62, help="A repeat may find the prefix cache warm.")
+        int,
+        _work(min=0, max=2**62, help="Seed of prompts and sampling. A reused one may hit caches."),
     ] = 0
-    ignore_eos: Annotated[bool, _work("--ignore-eos", help="Write full lengths.")] = False
+    ignore_eos: Annotated[
+        bool, _work("--ignore-eos", help="Outputs of full length, past end-of-sequence tokens.")
+    ] = False
 
     acceptance: Annotated[
         Literal["strict", "rejection", "rejection_greedy"],
-        _spec(help="When a draft is accepted; rejection tells alpha at any temperature."),
+        _spec(help="Acceptance rule for drafts; rejection measures alpha at any temperature."),
     ] = "strict"
     max_drafts: Annotated[
-        int | None, _spec(min=0, max=_MAX_COUNT, help="Most drafts per step.")
+        int | None,
+        _spec(min=0, max=_MAX_COUNT, help="Maximum drafts per step. Default: the server's."),
     ] = None
     compare_drafts: Annotated[
-        str | None, _spec(metavar="0,N,..", help="The same prompts with each, interleaved.")
+        str | None,
+        _spec(metavar="0,N,..", help="Draft counts to compare on the same prompts, interleaved."),
     ] = None
     compare: Annotated[
         list[str] | None,
         _spec(
             metavar="KEY=VALUE,..",
-            help="Of speculation, such as drafter=mtp,max_tree_nodes=16; once for each that is "
-            "compared. A cluster of its own is started for each, one after the other.",
+            help="Speculation keys of one compared cluster, such as drafter=mtp,max_tree_nodes=16. "
+            "Repeatable: the clusters are started one after another.",
         ),
     ] = None
     cost_ratio: Annotated[
-        float | None, _spec(min=0, max=100, help="Extra time per draft, in steps, if it is known.")
+        float | None,
+        _spec(min=0, max=100, help="Extra step time per draft, in steps. Default: measured."),
     ] = None
     draft_flops_ratio: Annotated[
-        float, _spec(min=0, max=100, help="Of a draft, by the model's of a token.")
+        float,
+        _spec(
+            min=0,
+            max=100,
+            help="FLOPs of one draft token divided by FLOPs of one main-model token.",
+        ),
     ] = 0.0
 
     slo_ttft_ms: Annotated[
-        float | None, _out(min=0, max=_DAY_S * 1e3, help="Goodput counts what keeps it.")
+        float | None,
+        _out(min=0, max=_DAY_S * 1e3, help="Maximum ms to the first token, for goodput."),
     ] = None
-    slo_tpot_ms: Annotated[float | None, _out(min=0, max=_DAY_S * 1e3, help="And this.")] = None
+    slo_tpot_ms: Annotated[
+        float | None, _out(min=0, max=_DAY_S * 1e3, help="Maximum ms per later token, for goodput.")
+    ] = None
     as_json: Json = False
-    output: Annotated[Path | None, _out(metavar="FILE.json", help="Also to a file.")] = None
-    plot: Annotated[Path | None, _out(metavar="FILE.png", help="Needs matplotlib.")] = None
+    output: Annotated[
+        Path | None, _out(metavar="FILE.json", help="File to which the JSON result is written.")
+    ] = None
+    plot: Annotated[
+        Path | None,
+        _out(metavar="FILE.png", help="File for a plot of the result; needs matplotlib."),
+    ] = None
 
     @property
     def arms(self) -> list[int | None]:
-        """``max_drafts`` of the runs that are compared, or of the one run."""
+        """``max_drafts`` of each compared arm, or of the only one."""
         if self.compare_drafts is None:
             return [self.max_drafts]
         return [int(text) for text in self.compare_drafts.split(",")]
 
     @property
     def is_alpha_known(self) -> bool:
-        """What is accepted is the overlap of what tokens and drafts are drawn from."""
+        """Whether the accepted share estimates the overlap of the model's and the drafter's
+        distributions.
+        """
         return self.temperature == 0 or self.acceptance == "rejection"
 
     def check(self) -> None:
-        """Raises ``ValueError`` naming the option, its value and what would be right."""
+        """Check that the options fit together.
+
+        Raises:
+            ValueError: Names the option, its value and what would be valid.
+        """
         for option in fields(self):
             if (value := getattr(self, option.name)) != value:
                 self._refuse(option.name, "use a number")
@@ -167,7 +205,7 @@ class BenchOptions:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a gRPC address leads to this machine: ``127.x``, ``[::1]``, localhost, unix."""
+    """Whether a gRPC address refers to this machine: ``127.x``, ``[::1]``, localhost or unix."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

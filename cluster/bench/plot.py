@@ -1,4 +1,4 @@
-"""Results as a picture; the only place that needs matplotlib."""
+"""Plots of results. The only module that needs matplotlib."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,7 +10,7 @@ from tandem.cluster.bench.stats import tpot_ms, ttft_ms
 
 
 def save_plot(path: Path, title: str, arms: Sequence[Arm]) -> None:
-    """A PNG of four panels: TTFT, TPOT, tokens over time, acceptance by position."""
+    """Save a PNG of four panels: TTFT, TPOT, tokens over time, acceptance by position."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
@@ -41,7 +41,7 @@ def _plot_cdf(axes: Any, values: list[float], label: str, color: str) -> None:
 
 
 def _tokens_over_time(axes: Any, arm: Arm, label: str, color: str) -> None:
-    """One run after the other, without the pauses between them."""
+    """Plot received tokens over time. Runs are concatenated without the pauses between them."""
     messages, start_s = [], 0.0
     for run in arm.runs:
         messages += [(start_s + at, num) for r in run.records for at, num in r.messages]

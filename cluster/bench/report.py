@@ -1,4 +1,4 @@
-"""Results for people (tables) and for programs (one JSON object)."""
+"""Results as tables for people, and as one JSON object for programs."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,11 @@ LATENCIES = {
 def as_json(
     options: BenchOptions, model: ModelInfo, arms: Sequence[Arm], ratios: Sequence[Speedups]
 ) -> str:
-    """``{"options", "model", "runs": [{"max_drafts", "metrics", "acceptance", "speedup"}]}``"""
+    """Return the result as a JSON object.
+
+    Its form is ``{"options", "model", "runs": [{"max_drafts", "metrics", "acceptance",
+    "speedup"}]}``.
+    """
     runs = [
         {
             "max_drafts": arm.max_drafts,
@@ -46,7 +50,7 @@ def show(
     ratios: Sequence[Speedups],
     options: BenchOptions,
 ) -> None:
-    """Print everything."""
+    """Print latencies, totals and, if any arm drafts, speculation."""
     console.print(f"{model.name}  {model.architecture}  {model.dtype}", markup=False)
     for arm in arms:
         console.print()
@@ -66,6 +70,7 @@ def show(
 
 
 def latency_table(arm: Arm) -> Table:
+    """Return the latency distributions of an arm, in milliseconds."""
     title = f"{_drafts(arm)}: {arm.metrics.num_ok} answers in {arm.metrics.duration_s:.1f} s"
     table = _table("ms", ["mean", "p50", "p90", "p99"], title)
     for name, label in LATENCIES.items():
@@ -75,7 +80,7 @@ def latency_table(arm: Arm) -> Table:
 
 
 def totals(metrics: Metrics) -> str:
-    """Throughput, tokens, decode steps and failures, a line each."""
+    """Return lines of throughput, tokens, decode steps and failures."""
     failed = ", ".join(f"{num} {code}" for code, num in sorted(metrics.errors.items()))
     return (
         f"{metrics.requests_per_s:.2f} requests/s (goodput {metrics.goodput_per_s:.2f}/s), "
@@ -101,7 +106,10 @@ def _steps(metrics: Metrics) -> str:
 def speculation_table(
     arms: Sequence[Arm], ratios: Sequence[Speedups], is_alpha_known: bool
 ) -> Table:
-    """The model beside the measurement, one column per arm. Trees tell no alpha."""
+    """Return measured and modelled speculation results, one column per arm.
+
+    Alpha is shown for chains only, and only if ``is_alpha_known``.
+    """
     table = _table("speculation", [_drafts(arm) for arm in arms], "")
     seen = [arm.acceptance for arm in arms]
     shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]

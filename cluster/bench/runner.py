@@ -1,4 +1,4 @@
-"""Sends requests and notes when what came back; judges nothing."""
+"""Load generator: sends requests and records when each message arrived."""
 
 import asyncio
 import time
@@ -18,10 +18,16 @@ from tandem.core.request import ABORT, ERROR
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What happened to one request; seconds from the start of its run.
+    """Timeline of one request, in seconds after the start of its run.
 
-    ``due_s`` is when it should have been sent: the scheduled arrival of an open loop, else
-    ``sent_s``. ``messages`` are the arrival (s) and number of tokens of each message.
+    Attributes:
+        due_s: When the request should have been sent: its scheduled arrival in an open loop, else
+            ``sent_s``.
+        sent_s: When the request was sent.
+        end_s: When its stream ended.
+        messages: Arrival time and number of tokens of each message.
+        finished: Last piece; None if the call failed.
+        error: ``CODE: details``; None on success.
     """
 
     due_s: float
@@ -30,18 +36,22 @@ class Record:
     messages: tuple[tuple[float, int], ...] = ()
     finished: Finished | None = None
     error: str | None = None
-    """``CODE: details``."""
 
     @property
     def code(self) -> str | None:
-        """gRPC code of the error."""
+        """gRPC code of the error; None on success."""
         return None if self.error is None else self.error.partition(":")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One uninterrupted run; ``num_not_sent`` requests were left when the time was up. ``use`` is
-    what the decode nodes did meanwhile."""
+    """One uninterrupted run.
+
+    Attributes:
+        records: Requests that were sent.
+        num_not_sent: Requests that were left when the time was up.
+        use: Use of the decode nodes during the run.
+    """
 
     records: tuple[Record, ...]
     num_not_sent: int
@@ -49,12 +59,12 @@ class Run:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the last end."""
+        """Seconds from the start until the last request ended."""
         return max((record.end_s for record in self.records), default=0.0)
 
 
 class LoadGenerator:
-    """Puts load on one server, once. ``on_end`` is called after every request."""
+    """Puts load on one server, for one run. ``on_end`` is called after every request."""
 
     def __init__(
         self, client: AsyncClient, options: GenerateOptions, on_end: Callable[[], None]
@@ -63,7 +73,9 @@ class LoadGenerator:
         self._started_at = time.perf_counter()
 
     async def open_loop(self, jobs: Sequence[Job], due_s: Sequence[float], stop_s: float) -> Run:
-        """Send each job when it is due, however many are running; none after ``stop_s``."""
+        """Send each job when it is due, regardless of running requests. Sends none after
+        ``stop_s``.
+        """
         tasks: list[asyncio.Task[Record]] = []
         async with asyncio.TaskGroup() as group:
             for job, due in zip(jobs, due_s, strict=True):
@@ -74,7 +86,9 @@ class LoadGenerator:
         return Run(tuple(task.result() for task in tasks), len(jobs) - len(tasks))
 
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int, stop_s: float) -> Run:
-        """Keep ``concurrency`` requests running while there are any; none after ``stop_s``."""
+        """Keep ``concurrency`` requests running until no job is left. Sends none after
+        ``stop_s``.
+        """
         records: list[Record] = []
         queue = iter(enumerate(jobs))
 

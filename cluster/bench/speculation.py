@@ -1,21 +1,24 @@
-"""The usual model of speculative decoding, beside which the measurement is printed.
+"""The usual model of speculative decoding, which reports compare with the measurement.
 
-Each draft is accepted with probability ``a`` if those before it were; drafting one token more
-makes a step longer by ``c`` steps without drafts (drafting it and verifying it together). Then
-a step of ``n`` drafts gives ``E = (1 - a^(n+1)) / (1 - a)`` tokens and the speed-up is
-``E / (n c + 1)``. Where drafts are trees ``n`` is the depth in E and the number of nodes beside c.
+Each draft is accepted with probability ``a`` if all drafts before it were accepted. Each draft adds
+the time of ``c`` steps without drafts: for drafting and for verifying it. A step of ``n`` drafts
+then yields ``E = (1 - a^(n+1)) / (1 - a)`` tokens, and the speed-up is ``E / (n c + 1)``. For draft
+trees, ``n`` is the depth in ``E`` and the number of nodes in ``n c``.
 """
 
 
 def expected_length(acceptance: float, num_drafts: int) -> float:
-    """Tokens per step."""
+    """Return the expected tokens per step, ``E``."""
     return sum(acceptance**i for i in range(num_drafts + 1))
 
 
 def speedup(
     acceptance: float, num_drafts: int, cost_ratio: float, num_nodes: float | None = None
 ) -> float:
-    """Of time per token, over a step without drafts."""
+    """Return the speed-up of time per token over steps without drafts.
+
+    ``num_nodes`` is the number of drafts per step if they form a tree; None for chains.
+    """
     num_paid = num_drafts if num_nodes is None else num_nodes
     return expected_length(acceptance, num_drafts) / (num_paid * cost_ratio + 1)
 
@@ -23,17 +26,20 @@ def speedup(
 def operations(
     acceptance: float, num_drafts: int, draft_flops_ratio: float, num_nodes: float
 ) -> float:
-    """Of a token, over those without drafts: a draft takes ``draft_flops_ratio`` of what the model
-    takes for a token, and the model's for each draft and the last token (seeds 003). Reads of
-    weights and cache fall by ``expected_length``."""
+    """Return the FLOPs per output token, divided by those without drafts.
+
+    A step costs one main-model token for each draft and for the last token, and
+    ``draft_flops_ratio`` main-model tokens for drafting each draft. Reads of weights and cache per
+    token fall by ``expected_length`` instead.
+    """
     paid = num_nodes * (draft_flops_ratio + 1) + 1
     return paid / expected_length(acceptance, num_drafts)
 
 
 def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
-    """The ``a`` of which ``expected_length`` is ``accepted_length``; None without drafts.
+    """Return the ``a`` for which ``expected_length`` is ``accepted_length``; None without drafts.
 
-    Lengths that no ``a`` gives (below 1, above ``num_drafts + 1``) take the nearest.
+    Lengths below 1 or above ``num_drafts + 1`` give the nearest possible ``a``.
     """
     if num_drafts == 0:
         return None
@@ -48,5 +54,5 @@ def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
 
 
 def cost_ratio(step_ms: float, step_ms_without: float, num_drafts: float) -> float:
-    """``c`` from the mean step with ``num_drafts`` drafts and the mean step without any."""
+    """Return ``c``, from the mean step time with ``num_drafts`` drafts and that without drafts."""
     return (step_ms / step_ms_without - 1) / num_drafts

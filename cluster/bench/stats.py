@@ -1,4 +1,4 @@
-"""From records to figures: pure functions."""
+"""Metrics computed from the records of runs. Pure functions."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from tandem.core.answer import SpeculationCounts
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """Percentiles are interpolated."""
+    """Mean and percentiles of a sample. Percentiles are interpolated."""
 
     mean: float
     p50: float
@@ -23,7 +23,7 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Distribution | None":
-        """None if there is no value."""
+        """Return the distribution of ``values``; None if there are none."""
         ordered = sorted(values)
         if not ordered:
             return None
@@ -35,13 +35,15 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Bounds in milliseconds; None is no bound."""
+    """Latency bounds in milliseconds. None: no bound."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def is_met_by(self, record: Record) -> bool:
-        """An answer of one token has no time per output token, and keeps that bound."""
+        """Whether a request succeeded within the bounds. An answer of one token has no TPOT and
+        meets any.
+        """
         pairs = ((ttft_ms(record), self.ttft_ms), (tpot_ms(record), self.tpot_ms))
         late = any(
             value is not None and bound is not None and value > bound for value, bound in pairs
@@ -51,11 +53,23 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Several runs put together. Latencies are of good answers, ``lag_ms`` is of all.
+    """Results of several runs combined. Latencies are those of successful requests.
 
-    ``lag_ms`` is how late the generator itself sent, and part of the latencies. ``step_ms`` is
-    the mean gap between messages but the first, which waits for the hand-over. ``host_share`` is
-    the part of a decode step outside its tensor program.
+    Attributes:
+        num_ok: Successful requests.
+        num_sent: Requests that were sent.
+        num_not_sent: Requests that were left when the time was up.
+        errors: Number of failed requests by gRPC code.
+        duration_s: Sum of the runs' durations.
+        requests_per_s: Successful requests per second.
+        goodput_per_s: Requests per second that meet the SLO.
+        itl_message_ms: Gaps between messages.
+        itl_token_ms: Gaps between tokens: each message's gap divided by its number of tokens.
+        e2e_ms: Time from when a request was due to its end.
+        lag_ms: Delay of the generator when sending, over all requests. Latencies include it.
+        step_ms: Mean gap between messages, without the first gap, which contains the hand-over.
+        use: Use of the decode nodes.
+        host_share: Share of decode step time outside tensor programs.
     """
 
     num_ok: int
@@ -84,13 +98,19 @@ class Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What became of the drafts; what a stop or ``max_tokens`` cut off is not accepted.
+    """Acceptance of drafts. Tokens cut off by a stop or by ``max_tokens`` do not count as accepted.
 
-    ``accepted_length`` is tokens per step. ``per_position`` is the share of the drafts at each
-    position that was accepted, ``fitted`` the single share that gives the accepted length,
-    ``alpha`` that of all drafts behind accepted ones: where tokens are drawn from p and drafts from
-    q, and p/q decides, or both are greedy, that is E[sum min(p, q)].
-    ``nodes_per_step`` are all drafts that a step verified, ``nodes_per_depth`` 1 of chains.
+    Attributes:
+        num_drafts: Maximum depth of drafts that occurred.
+        num_steps: Decode steps.
+        accepted_length: Tokens per step.
+        per_position: Accepted share of the drafts at each position.
+        fitted: Single acceptance that gives ``accepted_length`` (cluster/bench/speculation.py).
+        alpha: Accepted share of all drafts whose predecessors were accepted. Equals E[sum min(p,
+            q)] if p/q decides on drafts drawn from q and tokens drawn from p, or if both are
+            greedy.
+        nodes_per_step: Drafts verified per step, including all branches of a tree.
+        nodes_per_depth: Drafts verified per depth; 1 for chains.
     """
 
     num_drafts: int
@@ -104,16 +124,19 @@ class Acceptance:
 
     @property
     def first(self) -> float | None:
+        """Accepted share of the drafts at position 1; None without drafts."""
         return self.per_position[0] if self.per_position else None
 
 
 def ttft_ms(record: Record) -> float | None:
-    """Milliseconds from when the request was due to its first token."""
+    """Return the milliseconds from when the request was due to its first token."""
     return (record.messages[0][0] - record.due_s) * 1e3 if record.messages else None
 
 
 def tpot_ms(record: Record) -> float | None:
-    """Mean milliseconds per token after the first message."""
+    """Return the mean milliseconds per token after the first message; None if there is no such
+    token.
+    """
     num_later = sum(num for _, num in record.messages[1:])
     if not num_later:
         return None
@@ -121,12 +144,14 @@ def tpot_ms(record: Record) -> float | None:
 
 
 def message_gaps_ms(record: Record) -> list[tuple[float, int]]:
-    """Milliseconds before each message but the first, and its number of tokens."""
+    """Return the gap before each message except the first, in ms, and the message's number of
+    tokens.
+    """
     return [((b - a) * 1e3, num) for (a, _), (b, num) in pairwise(record.messages)]
 
 
 def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
-    """The figures of ``runs``, made one after the other."""
+    """Return the combined metrics of ``runs``, which ran one after another."""
     records = [record for run in runs for record in run.records]
     good = [record for record in records if record.error is None]
     finished = [record.finished for record in good if record.finished is not None]
@@ -165,14 +190,14 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
 
 
 def _num_reachable_drafts(counts: SpeculationCounts) -> int:
-    """Drafts behind accepted ones."""
+    """Return the number of drafts whose predecessors were accepted."""
     drafted = counts.drafted_per_position
     before = [*drafted[:1], *counts.accepted_per_position]
     return sum(map(min, drafted, before))
 
 
 def acceptance(records: Iterable[Record]) -> Acceptance:
-    """Of all good answers."""
+    """Return the acceptance over all successful requests."""
     good = [r.finished for r in records if r.finished is not None and r.error is None]
     drafted, accepted = Counter[int](), Counter[int]()
     for counts in (one.speculation for one in good):

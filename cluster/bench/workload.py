@@ -1,4 +1,4 @@
-"""What is asked: prompts and lengths, all of them a function of the seed."""
+"""Workloads: prompts and lengths, all functions of the seed."""
 
 import json
 import random
@@ -14,7 +14,9 @@ TRACE_FIELDS = {"arrival_s", "prompt_tokens", "prompt_ids", "text", "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send; ``arrival_s`` is set by traces only."""
+    """One request to send. ``arrival_s`` is seconds after the trace's start; None outside of
+    traces.
+    """
 
     prompt: str | tuple[int, ...]
     max_tokens: int
@@ -23,7 +25,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RequestLengths:
-    """Lengths in tokens, (low, high) with both ends included; 0 prefix tokens share nothing."""
+    """Lengths of random requests in tokens.
+
+    Ranges are (low, high), both inclusive. ``prefix_tokens`` 0: prompts share no prefix.
+    """
 
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
@@ -32,7 +37,7 @@ class RequestLengths:
 
 
 def parse_range(option: str, text: str) -> tuple[int, int]:
-    """``LOW:HIGH`` or one number. Raises ``ValueError`` naming the option."""
+    """Parse ``LOW:HIGH`` or one number. Raises ``ValueError`` that names ``option``."""
     low, _, high = text.partition(":")
     try:
         parsed = int(low), int(high or low)
@@ -44,7 +49,11 @@ def parse_range(option: str, text: str) -> tuple[int, int]:
 
 
 def random_prompt(model: ModelInfo, num_tokens: int, rng: random.Random) -> tuple[int, ...]:
-    """Token ids that do not end an answer. Raises ``ValueError`` if the prompt is too long."""
+    """Return random token ids without end-of-sequence tokens.
+
+    Raises:
+        ValueError: The prompt is too long for the model.
+    """
     if num_tokens >= model.max_model_len:
         raise ValueError(
             f"a prompt of {num_tokens} tokens: use fewer than {model.max_model_len}, "
@@ -61,10 +70,12 @@ def random_prompt(model: ModelInfo, num_tokens: int, rng: random.Random) -> tupl
 def random_jobs(
     model: ModelInfo, num: int, shape: RequestLengths, seed: int, *, warm_up: bool = False
 ) -> list[Job]:
-    """Prompts of one of the shared prefixes, at random, and a suffix of their own.
+    """Return jobs whose prompts are a random shared prefix and a unique random suffix.
 
-    The jobs of a warm-up have other suffixes after the same prefixes.
-    Raises ``ValueError`` if the longest request could not be served.
+    Warm-up jobs have the same prefixes and other suffixes.
+
+    Raises:
+        ValueError: The longest request exceeds the model's maximum length.
     """
     longest = shape.prefix_tokens + shape.prompt_tokens[1] + shape.output_tokens[1]
     if longest > model.max_model_len:
@@ -85,9 +96,10 @@ def random_jobs(
 
 
 def trace_jobs(path: Path, model: ModelInfo, max_jobs: int, seed: int) -> list[Job]:
-    """The first ``max_jobs`` lines of a JSONL trace, by arrival.
+    """Return the first ``max_jobs`` lines of a JSONL trace, ordered by arrival.
 
-    Raises ``ValueError`` naming the line and what is wrong with it.
+    Raises:
+        ValueError: Names the invalid line and its mistake.
     """
     rng, jobs = random.Random(f"trace {seed}"), []
     with path.open(encoding="utf-8") as lines:
