@@ -1,4 +1,4 @@
-"""Who is being answered: the open streams of all entrypoints, their names, and how they end."""
+"""Open streams of all entrypoints: admission, request ids, aborts and draining."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -22,28 +22,34 @@ from tandem.core.errors import Draining, Overloaded
 from tandem.core.info import DRAINING, STARTING, ServerStatus
 from tandem.core.request import RawRequest, Request
 
-if TYPE_CHECKING:  # the client's commands need no torch
+if TYPE_CHECKING:  # commands that only use the client must not import torch
     from tandem.cluster.gateway.fan_out import AnswerGroup
     from tandem.cluster.gateway.gateway import ClusterGateway
 
 STREAM_CLOSE_TIMEOUT_S = 5.0
-"""How long evicted streams may take to free what they hold."""
+"""Maximum seconds for ended streams to free their resources."""
 
 
 class StreamWatcher:
-    """Observes one stream; this one keeps nothing of it."""
+    """Observer of one stream. This base class ignores everything."""
 
     def on_piece(self, piece: Piece) -> None:
-        """Take note of a piece that goes to the client."""
+        """Record a piece that is sent to the client."""
 
     def on_end(self, num_answers: int) -> None:
-        """Take note that no piece follows; the stream was to have ``num_answers`` last ones."""
+        """Record the end of the stream, which was to contain ``num_answers`` Finished pieces."""
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """An open one. ``nonce`` is that of the client's stream, "" if it sent none; its ``answers``
-    begin when the request is checked."""
+    """An open stream.
+
+    Attributes:
+        nonce: Nonce of the client's stream, common to all its attempts; "" if the client sent none.
+        answers: None until the request has been checked.
+        end_reason: Message of the error that ends the stream; "" while it runs.
+        closed: Done once the stream is closed.
+    """
 
     nonce: str
     watcher: StreamWatcher
@@ -55,21 +61,27 @@ class _Stream:
     closed: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def abort(self) -> None:
-        """Its answers end here, also those that have not begun."""
+        """Abort its answers, including those that have not started yet."""
         self.is_aborted = True
         if self.answers is not None:
             self.answers.abort()
 
     def end(self, reason: str) -> None:
-        """Break it off with ``Draining``."""
+        """End the stream early with ``Draining``."""
         if not self.scope.expired():
             self.end_reason = reason
             self.scope.reschedule(asyncio.get_running_loop().time())
 
 
 class Admission:
-    """What a entrypoint needs. Refuses requests with ``Draining`` until it has a gateway, and from
-    ``drain`` on."""
+    """Request interface of a server, shared by all entrypoints.
+
+    Raises ``Draining`` for requests before a gateway is attached and after ``drain`` starts.
+
+    Attributes:
+        on_error: Called with the gRPC code of each failed call. Set by an entrypoint.
+        on_stream: Creates the watcher of each stream. Set by an entrypoint.
+    """
 
     def __init__(self, config: TandemConfig) -> None:
         self.config = config
@@ -79,24 +91,23 @@ class Admission:
         self._threads = TokeniserThreads()
         self.on_error: Callable[[str], None] = lambda code: None
         self.on_stream: Callable[[], StreamWatcher] = StreamWatcher
-        """A entrypoint's: hears of calls that fail, and makes the watcher of each stream."""
 
     async def attach(self, gateway: "ClusterGateway") -> None:
-        """Serve requests through ``gateway`` from now on."""
+        """Start serving requests through ``gateway``."""
         self.gateway = gateway
 
     def get_gateway(self) -> "ClusterGateway":
-        """``Draining`` if there is none yet."""
+        """Return the gateway. Raises ``Draining`` if none is attached yet."""
         if self.gateway is None:
             raise Draining("the server is still starting; try again in a while")
         return self.gateway
 
     def is_serving(self) -> bool:
-        """Whether requests belong here."""
+        """Whether new requests should be routed to this server."""
         return not self._is_leaving and self.gateway is not None and self.gateway.is_healthy()
 
     async def status(self) -> ServerStatus:
-        """Told while starting and draining too."""
+        """Return the server's status. Also works while starting and draining."""
         status = ServerStatus(STARTING, self.config.mode, len(self._streams))
         if self.gateway is not None:
             status = await self.gateway.status(len(self._streams))
@@ -109,13 +120,20 @@ class Admission:
         nonce: str = "",
         on_proof: Callable[[str], None] = lambda proof: None,
     ) -> None:
-        """Check what is ``raw_request``, and ``write`` every piece of its answers. All attempts at
-        one stream have the same ``nonce``: a later one ends an earlier. ``on_proof`` is called
-        before the first piece, with the proof that the client needs to resume the answer.
+        """Check a request and write every piece of its answers.
 
-        Raises what ``check_request``, ``ClusterGateway.start_answers`` and what it begins raise;
-        ``Overloaded`` before anything is tokenised; ``Draining`` if it is ended or given up, so
-        that its client resumes.
+        Args:
+            raw_request: Request as received.
+            write: Called with each piece.
+            nonce: Nonce of the client's stream. A later attempt with the same nonce ends an earlier
+                one.
+            on_proof: Called before the first piece, with the proof that the client needs to resume.
+
+        Raises:
+            Overloaded: The queue is full. Raised before anything is tokenised, if possible.
+            Draining: The server drains, or the stream was ended; its client should resume.
+            Exception: Errors of ``check_request``, ``ClusterGateway.start_answers`` and the
+                answers.
         """
         gateway, name = self.get_gateway(), request_id(raw_request.request_id)
         async with self._open_stream(name, nonce) as stream:
@@ -143,7 +161,9 @@ class Admission:
                 stream.watcher.on_end(request.sampling.n)
 
     async def abort(self, name: str) -> bool:
-        """End a request, also one that has not begun; False if there is none of this name."""
+        """Abort a request, even before its answers start. Return False if no request has
+        this id.
+        """
         if not name:
             raise ValueError("request_id='': name the request to abort")
         self.get_gateway()
@@ -152,8 +172,11 @@ class Admission:
         return stream is not None
 
     async def drain(self) -> None:
-        """Say for ``server.lame_duck_s`` that it leaves, then refuse new requests, let running ones
-        finish for ``server.drain_timeout_s``, ``end`` the rest."""
+        """Shut down gracefully.
+
+        Reports not serving for ``server.lame_duck_s`` and then refuses new requests. Running
+        requests have ``server.drain_timeout_s`` to finish before they are ended.
+        """
         self._is_leaving = True
         await asyncio.sleep(self.config.server.lame_duck_s)
         self._is_draining = True
@@ -161,7 +184,9 @@ class Admission:
         await self.end_streams()
 
     async def end_streams(self) -> None:
-        """Every open stream, with ``Draining``; it has STREAM_CLOSE_TIMEOUT_S to free things."""
+        """End every open stream with ``Draining``, and wait STREAM_CLOSE_TIMEOUT_S for their
+        cleanup.
+        """
         self._is_leaving = self._is_draining = True
         for stream in self._streams.values():
             stream.end("the server shut down before the answer ended")
@@ -169,9 +194,11 @@ class Admission:
         self._threads.close()
 
     def _check_capacity(self, gateway: "ClusterGateway", is_resumed: bool) -> None:
-        """Raise ``Overloaded`` if another request cannot be queued, or if too many streams are
-        open. Where one of them lags, that one is ended instead, so that its client resumes. Begun
-        answers have a reserve."""
+        """Raise ``Overloaded`` if the queue is full or too many streams are open.
+
+        If an open stream's client reads too slowly, that stream is ended to make space instead; its
+        client resumes it. Resumed answers may use a reserve.
+        """
         gateway.check_queue(1, is_resumed)
         num_reserved = self.config.decode.num_rows if is_resumed else 0
         if len(self._streams) > gateway.max_streams + num_reserved:
@@ -182,15 +209,21 @@ class Admission:
             slowest.end("it was read more slowly than others, and there is no room for all; resume")
 
     async def _wait_until_closed(self, timeout_s: float) -> None:
-        """Wait for those that are open now; none may be added meanwhile."""
+        """Wait until the streams that are open on entry are closed."""
         if closed := [stream.closed for stream in self._streams.values()]:
             await asyncio.wait(closed, timeout=timeout_s)
 
     @asynccontextmanager
     async def _open_stream(self, name: str, nonce: str) -> AsyncIterator[_Stream]:
-        """A stream that is open and has the name. An earlier attempt at it, whose break this server
-        has not noticed, is ended first; ``ValueError`` if another request has the name,
-        ``Draining`` if there is no entry, or when it is ended."""
+        """Register a stream under a request id until the block ends.
+
+        An earlier attempt at the same stream, whose disconnect this server has not noticed, is
+        ended first.
+
+        Raises:
+            ValueError: Another request with this id is running.
+            Draining: The server refuses new requests, or the stream is ended.
+        """
         while not self._is_draining and (earlier := self._streams.get(name)):
             if not nonce or earlier.nonce != nonce:
                 raise ValueError(
@@ -216,10 +249,10 @@ class Admission:
 
 
 def _check_request(raw_request: RawRequest, gateway: "ClusterGateway") -> tuple[Request, str]:
-    """Return ``message`` as a request, and the proof for its client.
+    """Return the checked request, and the proof for its client.
 
     Raises:
-        ValueError, ModelMismatch: As ``check_request`` does.
+        ValueError, ModelMismatch: See ``check_request``.
     """
     request = check_request(raw_request, gateway.model, gateway.tokenizer)
     return with_proof(request, raw_request.resume_proof, gateway.proof_key, gateway.model.digest)

@@ -1,4 +1,4 @@
-"""Where prompts that begin alike were sent: a bounded memory, a hint and no more."""
+"""Prefix affinity: the prefill ranks that recently received each prompt prefix. Only a hint."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -6,22 +6,26 @@ from collections.abc import Sequence
 from tandem.core.prefixes import prefix_digests
 
 STRIDE = 64
-"""Beginnings are remembered at multiples of this many tokens."""
+"""Prefixes are recorded at multiples of this number of tokens."""
 MAX_KEYS = 100_000
 MAX_RANKS = 8
-"""That one beginning is remembered of, the latest."""
+"""Maximum ranks recorded per prefix; the most recent ones are kept."""
 
 
 class PrefixAffinity:
-    """Owned by one gateway's asyncio loop."""
+    """Bounded LRU map from prompt prefixes to prefill ranks. Owned by one gateway's asyncio
+    loop.
+    """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:
         self._ranks: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._max_keys = max_keys
 
     def find(self, token_ids: Sequence[int]) -> dict[str, int]:
-        """Prefill ranks that were sent a beginning of ``token_ids``, and the tokens of the longest
-        that each was sent."""
+        """Return the prefill ranks that received a prefix of ``token_ids``.
+
+        The values are the numbers of tokens of the longest prefix that each rank received.
+        """
         found: dict[str, int] = {}
         for i, key in enumerate(prefix_digests(token_ids, STRIDE)):
             if key not in self._ranks:
@@ -30,6 +34,7 @@ class PrefixAffinity:
         return found
 
     def remember(self, token_ids: Sequence[int], rank: str) -> None:
+        """Record that ``rank`` receives ``token_ids``."""
         for key in prefix_digests(token_ids, STRIDE):
             others = (one for one in self._ranks.get(key, ()) if one != rank)
             self._ranks[key] = (rank, *others)[:MAX_RANKS]

@@ -1,4 +1,4 @@
-"""What a request has been answered so far, and the messages made of it."""
+"""State of one answer: tokens and text so far, and the messages made from them."""
 
 import time
 from dataclasses import replace
@@ -15,14 +15,17 @@ from tandem.text.tokenizer import TextStream
 
 
 class Answer:
-    """Token ids, text and figures of one request, across the nodes that wrote it; ``index`` is
-    which of the n answers of the user's request it is, ``max_output_tokens`` how many tokens it may
-    have.
+    """Token ids, text and statistics of one answer, across all ranks that generate it.
 
-    Text goes on where the complete characters of ``request.output_ids`` end. Tokens arrive
-    already cut at a stop, except the first one, which no decode node has seen: ``prefilled``
-    applies the same rule to it. Stop strings are found here. If ``request.output_ids`` are a whole
-    answer it is finished from the start.
+    Text continues after the last complete character of ``request.output_ids``. Stop strings are
+    detected here. Decode ranks already cut tokens at stop tokens and ``max_tokens``. Prefill ranks
+    do not, so ``on_prefilled`` applies the same rule to the first token. If ``request.output_ids``
+    are a whole answer, it is finished from the start.
+
+    Attributes:
+        index: Index of this answer among the n of the request.
+        max_output_tokens: Maximum number of output tokens, including resumed ones.
+        finish_reason: None until the answer ends.
     """
 
     def __init__(
@@ -49,13 +52,15 @@ class Answer:
 
     @property
     def is_finished(self) -> bool:
+        """Whether the answer has ended."""
         return self.finish_reason is not None
 
     def elapsed_ms(self) -> float:
+        """Return the milliseconds since the answer was created."""
         return (time.monotonic() - self._started_at) * 1e3
 
     def on_prefilled(self, prefilled: PrefillReply) -> Delta:
-        """The first token is here: the next piece."""
+        """Record the first token of an attempt and return the next piece."""
         self._previous_counts += self._attempt_counts
         self._attempt_counts = self._attempt_counts_before = SpeculationCounts()
         if not self.token_ids:
@@ -67,15 +72,20 @@ class Answer:
         return self._delta(prefilled)
 
     def on_pulled(self, pulled: TransferStats) -> None:
-        """The hand-over is complete; what of it was not hidden behind prefill is its time."""
+        """Record that the hand-over is complete. Its time is the part not overlapped with
+        prefill.
+        """
         if len(self.token_ids) == 1:
             transfer_ms = self.elapsed_ms() - self._timings.first_token
             self._timings = replace(self._timings, transfer=transfer_ms)
         self._transfer += pulled
 
     def update(self, update: SequenceUpdate) -> Delta:
-        """The next piece, of one step's outcome. Raises Preempted when the decode rank gave the
-        answer up."""
+        """Record the outcome of one step and return the next piece.
+
+        Raises:
+            Preempted: The decode rank preempted the sequence.
+        """
         if update.counts is not None:
             self._attempt_counts_before, self._attempt_counts = self._attempt_counts, update.counts
         if update.finish_reason == PREEMPTED:
@@ -84,14 +94,19 @@ class Answer:
         return self._delta(update)
 
     def remaining_request(self) -> Request:
-        """What is left to do, as a request: it goes on after the tokens emitted so far."""
+        """Return a request for the rest of the answer, which continues after the tokens emitted so
+        far.
+        """
         output_ids = self.request.output_ids + tuple(self.token_ids)
         is_resumed = self.request.is_resumed or bool(self.token_ids)
         return replace(self.request, output_ids=output_ids, is_resumed=is_resumed)
 
     def _delta(self, update: PrefillReply | SequenceUpdate) -> Delta:
-        """A token that ended the answer is in the ids, not in the text, and what follows a stop
-        string is in neither."""
+        """Return the next piece.
+
+        A token that ended the answer is in the ids but not in the text. Tokens and text that follow
+        a stop string are dropped.
+        """
         token_ids = update.token_ids
         ended_by_token = self.finish_reason == STOP and token_ids[-1] in self._stop_ids
         text, num_shown = self._text.push(token_ids[:-1] if ended_by_token else token_ids)
@@ -107,7 +122,11 @@ class Answer:
         return Delta(self.index, token_ids, text, update.logprobs[: len(token_ids)])
 
     def _resume(self, resumed: tuple[int, ...]) -> None:
-        """Go on after these tokens; they may be a whole answer, ``ValueError`` if they are more."""
+        """Continue after the tokens ``resumed``, which may already be a whole answer.
+
+        Raises:
+            ValueError: The tokens extend beyond the end of an answer.
+        """
         if len(resumed) > self.max_output_tokens:
             remedy = f"an answer to this request has at most {self.max_output_tokens} tokens"
             refuse("len(resume_token_ids)", len(resumed), remedy)
@@ -120,11 +139,12 @@ class Answer:
             self.finish_reason = STOP
 
     def finish_aborted(self) -> Finished:
-        """The end of an answer that was cut short from outside."""
+        """End the answer with reason abort and return its last piece."""
         self.finish_reason = ABORT
         return self.make_finished()
 
     def make_finished(self) -> Finished:
+        """Return the last piece of the finished answer."""
         assert self.finish_reason is not None, "the answer goes on"
         request = self.request
         assert request.sampling.seed is not None, "a seed is given at admission"

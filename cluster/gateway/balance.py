@@ -1,4 +1,4 @@
-"""How evenly the experts of each gang are used, from the heartbeats of its ranks."""
+"""Balance of expert load over the ranks of each gang, computed from heartbeats."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -8,8 +8,10 @@ from tandem.core.eplb import ratio_of_loads
 
 
 def balance_ratios(ranks: Iterable[RankHandle]) -> dict[str, float]:
-    """Return the balance ratio of each gang by its name, as of the ranks' last heartbeats; a gang
-    of one rank has none."""
+    """Return the balance ratio of each gang by name, from the ranks' latest heartbeats.
+
+    Gangs of one rank have no ratio.
+    """
     loads: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for rank in ranks:
         if rank.heartbeat is not None and rank.heartbeat.load.rows_by_layer:

@@ -1,7 +1,6 @@
-"""What may be asked of a model: from ``RawRequest`` to ``Request``, whichever entrypoint it came
-through.
+"""Validation of requests: from ``RawRequest`` to ``Request``, for all entrypoints.
 
-Fields are named as users know them: as those of ``RawRequest``, and as on the wire.
+Error messages name fields as in ``RawRequest``, which are also the names on the wire.
 """
 
 import math
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 MAX_REQUEST_ID_LEN = 128
 MAX_STOP_CHARS = 4096
 MAX_ITEMS = {"sampling.stop": 32, "sampling.stop_token_ids": 1024, "sampling.logit_bias": 1024}
-"""Of each list, whatever the model."""
+"""Maximum length of each list, for every model."""
 MAX_DELTA = {kinds.RELAXED: 1, kinds.RELAXED_LOG_PROBS: 100}
 ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 31) - 1
 _DEFAULT = RawRequest()
@@ -37,26 +36,31 @@ _Items = TypeVar("_Items", bound=Collection[Any])
 
 
 class Bounds(NamedTuple):
-    """The lowest and the highest value of a field, and what to say to any other."""
+    """Minimum and maximum of a field, and the remedy for other values that the error
+    message gives.
+    """
 
     low: float
     high: float
     remedy: str = f"use {_RANGE}"
 
     def check(self, field: str, value: float) -> None:
+        """Raise ``ValueError`` if ``value`` is out of bounds."""
         if not self.low <= value <= self.high:
             refuse(field, value, self.remedy.format(low=self.low, high=self.high))
 
 
 def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]:
-    """Of every number that can be set. What is left at its default is not looked up."""
+    """Return the bounds of every numeric field. They do not apply to fields left at their
+    default.
+    """
     max_tokens, default = raw_request.sampling.max_tokens, _DEFAULT.sampling.max_tokens
     table = {
         "sampling.temperature": Bounds(1e-5, 100, f"use 0 (greedy) or {_RANGE}"),
         "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
         "sampling.top_p": Bounds(ABOVE_0, 1, _ABOVE_0),
         "sampling.min_p": Bounds(0, BELOW_1, "use a number from 0 to below 1"),
-        # Logits are divided by it in fp32: a number near 0 would make them infinite.
+        # Logits are divided by the penalty in fp32: near 0 they would become infinite.
         "sampling.repetition_penalty": Bounds(0.01, 10, f"use {_RANGE}; 1 is none"),
         "sampling.presence_penalty": Bounds(-2, 2),
         "sampling.frequency_penalty": Bounds(-2, 2),
@@ -88,10 +92,11 @@ def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]
 
 
 def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokenizer") -> Request:
-    """``raw_request`` as a request that ``model`` can serve.
+    """Return ``raw_request`` as a request that ``model`` can serve.
 
-    Raises ``ValueError`` naming the field, its value and what would be right, ``ModelMismatch`` if
-    another model began the answer.
+    Raises:
+        ValueError: Names the field, its value and what would be valid.
+        ModelMismatch: The answer to resume was started by another model.
     """
     if raw_request.resume_model not in ("", model.digest):
         raise ModelMismatch(
@@ -127,18 +132,27 @@ def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokeniz
 
 
 def refuse(field: str, value: Any, remedy: str) -> NoReturn:
+    """Raise ``ValueError`` for an invalid field."""
     raise ValueError(f"{field}={value!r}: {remedy}")
 
 
 def check_count(field: str, values: _Items, max_items: int = 0) -> _Items:
-    """``values``, not yet read; ``ValueError`` if there are more than MOST, else ``max_items``."""
+    """Return ``values`` without iterating over them.
+
+    Raises:
+        ValueError: There are more than the field's entry in MAX_ITEMS, or else than ``max_items``.
+    """
     if len(values) > (max_items := MAX_ITEMS.get(field, max_items)):
         refuse(f"len({field})", len(values), f"use at most {max_items}")
     return values
 
 
 def request_id(given: str) -> str:
-    """The name that was given, one made up if it is "". ``ValueError`` if it cannot be one."""
+    """Return the client's request id, or a generated one if it is "".
+
+    Raises:
+        ValueError: The id is too long, or has spaces or unprintable characters.
+    """
     if len(given) > MAX_REQUEST_ID_LEN or not given.isprintable() or " " in given:
         remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
         refuse("request_id", given[: MAX_REQUEST_ID_LEN + 1], remedy)
@@ -167,7 +181,7 @@ def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:
 
 
 def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
-    """Untokenised is refused what has too many tokens however it is tokenised."""
+    """Tokenise a prompt. Refuses texts that are too long for any tokenisation before tokenising."""
     if not text:
         refuse("text", "", "the prompt is empty; give some text")
     num_bytes, longest = len(text.encode()), tokenizer.max_token_bytes
@@ -185,7 +199,7 @@ def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
 def _token_ids(
     field: str, ids: Collection[int], token: Bounds, max_items: int = 0
 ) -> tuple[int, ...]:
-    """In the order given; counted before they are looked at."""
+    """Return ``ids`` as a tuple. Checks their number before their values."""
     check_count(field, ids, max_items)
     if ids and not token.low <= min(ids) <= max(ids) <= token.high:
         for i, value in enumerate(ids):
@@ -209,9 +223,10 @@ def _check_lists(raw_request: RawRequest, token: Bounds) -> None:
 def _with_stop_ids(
     sampling: SamplingParams, model: ModelInfo, tokenizer: "Tokenizer"
 ) -> SamplingParams:
-    """Add the ids of stop strings that are special tokens, which have no text.
+    """Add the ids of stop strings that are special tokens, because these have no text.
 
-    Raises ValueError for a stop string that contains a special token: it could never be complete.
+    Raises:
+        ValueError: A stop string contains a special token, so the text could never match it.
     """
     if not (sampling.stop and sampling.skip_special_tokens):
         return sampling
@@ -228,8 +243,9 @@ def _with_stop_ids(
 
 
 def _check_min_tokens(request: Request, model: ModelInfo) -> None:
-    """``ValueError`` if before ``min_tokens`` every token is forbidden, as all would end the
-    answer."""
+    """Raise ``ValueError`` if every token would end the answer, and so is forbidden by
+    ``min_tokens``.
+    """
     num_left = request.sampling.min_tokens - len(request.output_ids)
     stops = stop_ids(request.sampling, model.eos_token_ids)
     if num_left > 0 and len(stops) >= model.vocab_size:

@@ -1,6 +1,6 @@
-"""What a gateway tells Prometheus of its cluster: what it has heard, without asking anybody.
+"""Prometheus metrics of the cluster, from membership and heartbeats. Collecting calls no rank.
 
-Every gateway tells the same of a rank, so a board takes ``max by (rank)`` of these.
+Every gateway exports the same metrics of a rank, so dashboards should aggregate ``max by (rank)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,12 +45,12 @@ _COUNTERS = {
     "num_preemptions": ("Sequences that made way for others.", "num_preempted"),
     "num_non_finite": ("Sequences whose logits were not finite numbers.", "num_non_finite"),
 }
-"""Meaning, and the name among a rank's counters."""
+"""Metric name to help text and the name of the counter in heartbeats."""
 _Sample = tuple[Sequence[str], float]
 
 
 def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
-    """Yield what a gateway knows of its cluster."""
+    """Yield the metrics of the cluster as this gateway knows it."""
     yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
     if (gateway := admission.gateway) is None:
         return
@@ -65,6 +65,7 @@ def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
 
 
 def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yield load, cache use, availability and balance of each rank."""
     ranks = [((r.info.spec.label, r.info.spec.kind), r) for r in fleet.ranks.values()]
     heartbeats = [(names, rank.heartbeat) for names, rank in ranks if rank.heartbeat is not None]
     for name, (text, read) in _GAUGES.items():
@@ -91,6 +92,7 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
 
 
 def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
+    """Yield the state and the number of ended epochs of each gang."""
     states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.membership.gangs]
     yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG_LABELS, "state"), states)
     failures = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.membership.gangs]
@@ -98,10 +100,12 @@ def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
+    """Return the gauge ``tandem_<name>`` with help ``text``."""
     return _add_samples(GaugeMetricFamily(f"tandem_{name}", text, labels=labels), samples)
 
 
 def counter(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:
+    """Return the counter ``tandem_<name>`` with help ``text``."""
     return _add_samples(CounterMetricFamily(f"tandem_{name}", text, labels=labels), samples)
 
 

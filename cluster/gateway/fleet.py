@@ -1,6 +1,6 @@
-"""The ranks that a gateway uses: always those of the latest membership, nothing else.
+"""The ranks that a gateway uses, which always follow the latest membership.
 
-New ranks are warmed before they get requests, those found lost are left out until they answer.
+New ranks are warmed up before they get requests. Ranks found lost get none until they answer.
 """
 
 import asyncio
@@ -28,29 +28,35 @@ log = logging.getLogger(__name__)
 POLL_PERIOD_S = 0.1
 MAX_HEARTBEAT_PERIOD_S = STOP_RELEASE_S = 1.0
 WARM_UP_TIMEOUT_S = 10.0
-"""Time after which a gateway that has a warm pair waits no longer for the other pairs."""
+"""Seconds after which a gateway with a warm pair stops waiting for the other pairs."""
 
 
 class ClusterMembers(Protocol):
-    """The cluster's membership as a gateway follows it (cluster/control/members.py)."""
+    """Cluster membership as a gateway follows it (cluster/control/members.py)."""
 
     @property
     def membership(self) -> Membership:
-        """The latest snapshot; it serves on while there is no controller."""
+        """Latest snapshot. It stays valid while there is no controller."""
 
     async def wait_for_change(self, after: tuple[int, int]) -> Membership:
-        """The next snapshot of a version above ``after``."""
+        """Return the next snapshot with a version above ``after``."""
 
     def control(self, spec: RankSpec) -> Control:
-        """Calls to this life of a rank."""
+        """Return the control channel to a rank in the epoch of ``spec``."""
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
-        """Tell the controller of a suspicion."""
+        """Report a suspected failure to the controller."""
 
 
 class Fleet:
-    """Owned by one asyncio loop. ``warm`` sends a request over a new pair, ``session`` is the nonce
-    under which its ranks hold what they are asked for."""
+    """All rank handles, their heartbeats and warm-ups. Owned by one asyncio loop.
+
+    Attributes:
+        session: Nonce under which ranks hold resources for this gateway.
+        ranks: Handles of the ready ranks, by epoch name.
+        fatal_steps: In-flight batches of recent rank deaths, as far as the controller has reported
+            them. Their answers may already run on other ranks.
+    """
 
     def __init__(
         self, members: ClusterMembers, config: TandemConfig, send_warm_up: SendRequest
@@ -65,8 +71,7 @@ class Fleet:
         self._listeners: dict[RankHandle, asyncio.Task[None]] = {}
         self._warm_ups: dict[RankPair, WarmUp] = {}
         self.fatal_steps: deque[InFlightBatch] = deque(maxlen=256)
-        """The latest steps that a rank died of, as far as is told by now: their answers may be
-        elsewhere."""
+
         self._digest = next((info.model.digest for info in members.membership.ready()), "")
         self._apply_membership(members.membership)
         self._follower = asyncio.create_task(self._follow_membership(), name="membership")
@@ -75,10 +80,10 @@ class Fleet:
         """Wait until a pair of ranks is warm and each other pair was tried, or for
         WARM_UP_TIMEOUT_S.
 
-        Returns also when no pair is left to be warmed, because the ranks have left the cluster.
+        Also returns when no pair is left to warm up, because the ranks have left the cluster.
 
         Raises:
-            ValueError: No pair of today's ranks can work together.
+            ValueError: No pair of the present ranks can work together.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
@@ -92,22 +97,21 @@ class Fleet:
             await asyncio.sleep(POLL_PERIOD_S)
 
     async def stop(self) -> None:
-        """Hear nobody any more. The releases under way are finished, or given up with their rank
-        after STOP_RELEASE_S."""
+        """Stop following ranks. Pending releases have STOP_RELEASE_S to finish."""
         warm_ups = [pair.task for pair in self._warm_ups.values()]
         await cancel_and_wait(self._follower, *warm_ups, *self._listeners.values())
         await asyncio.wait([asyncio.create_task(self._background.finish())], timeout=STOP_RELEASE_S)
 
     def of_kind(self, kind: str) -> list[RankHandle]:
-        """The ranks that prefill, or those that decode; a colocated one does both."""
+        """Return the ranks of one kind. Colocated ranks count as prefill and as decode ranks."""
         return [r for r in self.ranks.values() if r.info.spec.kind in (kind, COLOCATED)]
 
     def unready_gangs(self) -> list[Gang]:
-        """Gangs that start, are lost or down."""
+        """Return the gangs that are starting, lost or down."""
         return [gang for gang in self.membership.gangs if gang.state not in (READY, DRAINING)]
 
     def usable_pairs(self) -> list[RankPair]:
-        """Warm pairs of ranks that cache alike and are not lost."""
+        """Return the warm pairs of ranks of which both get requests."""
         well = {rank for rank in self.ranks.values() if rank.liveness.is_well}
         warm = [pair.ranks for pair in self._warm_ups.values() if pair.is_warm]
         return [ranks for ranks in warm if well.issuperset(ranks)]
@@ -121,17 +125,19 @@ class Fleet:
         return causes
 
     async def wait_for_pairs(self, timeout_s: float) -> list[RankPair]:
-        """``usable_pairs`` as soon as there is one, or after ``patience_s``."""
+        """Wait until there are ``usable_pairs``, and return them. Returns [] after
+        ``timeout_s``.
+        """
         return await poll_until(self.usable_pairs, timeout_s, POLL_PERIOD_S)
 
     def is_cause_known(self, handle: RankHandle) -> bool:
-        """Whether the controller has told what a lost rank died of, or it lives."""
+        """Whether the controller has reported why a rank died. True for ranks that are not lost."""
         spec = handle.info.spec
         ends = [gang.epoch_end for gang in self.membership.gangs if gang.name == spec.gang]
         return not handle.liveness.is_out or all(end and end.epoch >= spec.epoch for end in ends)
 
     def mark_suspect(self, rank: RankHandle, error: Exception) -> None:
-        """A call to it failed: left out until one is answered."""
+        """Stop sending requests to ``rank``, to which a call failed, until it answers a call."""
         if rank.liveness.apply_event(LivenessEvent.CALL_FAILED):
             self._report(rank, error)
             self._background.start(self._poll_suspect(rank))
@@ -148,7 +154,7 @@ class Fleet:
         self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow_membership(self) -> None:
-        """Apply every membership. An error costs one of them, never those that follow."""
+        """Apply every membership. An error skips one of them, never later ones."""
         while True:
             try:
                 self._apply_membership(await self._members.wait_for_change(self.membership.version))
@@ -157,7 +163,7 @@ class Fleet:
                 await asyncio.sleep(POLL_PERIOD_S)
 
     def _apply_membership(self, now: Membership) -> None:
-        """Let go of ranks that are no more, take in new ones, warm new pairs."""
+        """Drop ranks that have left, add new ones and warm up new pairs."""
         now = self.membership = replace(now, gangs=tuple(map(self._without_other_model, now.gangs)))
         infos = {info.spec.epoch_name: info for info in now.ready()}
         for name in [name for name in self.ranks if name not in infos]:
@@ -179,14 +185,17 @@ class Fleet:
             for rank in [r for r in self.ranks.values() if r.info.spec.gang == gang.name]:
                 rank.liveness.is_draining = gang.state == DRAINING
         for p, d in product(self.of_kind(PREFILL), self.of_kind(DECODE)):
-            # A colocated rank goes with itself alone.
+            # A colocated rank forms a pair with itself only.
             is_split = COLOCATED not in (p.info.spec.kind, d.info.spec.kind)
             if (p, d) not in self._warm_ups and (p is d or is_split):
                 self._warm_ups[p, d] = WarmUp((p, d), self._send_warm_up)
 
     def _without_other_model(self, gang: Gang) -> Gang:
-        """Return ``gang``, as one that is lost if it has another model: this gateway's tokenizer
-        and limits are not that model's, nor may it continue a begun answer."""
+        """Return ``gang``, or mark it as lost if it serves another model.
+
+        This gateway's tokenizer and limits are not that model's, and that model must not continue a
+        started answer.
+        """
         if not (other_digests := {info.model.digest for info in gang.members} - {self._digest}):
             return gang
         cause = (

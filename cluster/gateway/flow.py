@@ -1,6 +1,6 @@
-"""The life of one attempt: grant, prefill while pulling, decode, stream, release.
+"""One attempt at an answer: grant, prefill with overlapped KV transfer, decode, release.
 
-One function, one ``finally`` that releases everything (design.md, Life of a request).
+``run_request`` covers the whole attempt; its ``finally`` releases all resources.
 """
 
 import asyncio
@@ -20,7 +20,11 @@ from tandem.kv_transfer.messages import Offer
 from tandem.prefill_node import prefill_calls as on_prefill
 
 PREFILL_ERROR_WAIT_S = 1.0
-"""A failed prefill is told to its caller and to the decode rank, in no order."""
+"""Seconds to wait for the prefill call's own error after its hand-over failed.
+
+A failed prefill is reported to the gateway and to the decode rank in either order. The prefill
+call's error says more.
+"""
 Reply = TypeVar("Reply")
 
 
@@ -31,14 +35,23 @@ async def run_request(
     answer: Answer,
     emit: Callable[[Piece], None],
 ) -> None:
-    """Serve ``request`` on one pair of ranks and tell its answer piece by piece.
+    """Serve ``request`` on one pair of ranks and emit its answer piece by piece.
 
-    Whatever ends it (the answer's end, an error, its cancellation), row, pages, lease and inbox
-    are released on both.
+    Row, pages, lease and inbox are released on both ranks at the end, including after errors and
+    cancellation.
 
-    Raises ValueError (the request can never be served), Overloaded, Preempted, HandoverError,
-    StepFailed or RankLost, the latter also when a rank is found lost that it waits for; after any
-    but the first ``answer.rest()`` may be tried again.
+    Args:
+        request: Request for the rest of the answer.
+        pair: Ranks and identity of this attempt.
+        session: Nonce under which the decode rank holds resources for this gateway.
+        answer: State of the answer across attempts.
+        emit: Called with each piece.
+
+    Raises:
+        ValueError: The request can never be served.
+        RankLost: A call to a rank failed, or the rank was found lost during the attempt.
+        Overloaded, Preempted, HandoverError, StepFailed: The attempt failed. After these and after
+            RankLost, ``answer.remaining_request()`` may be retried.
     """
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
     inbox, load = (
@@ -91,8 +104,11 @@ async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int)
 async def _run_prefill(
     request: Request, pair: AttemptRoute, handover: "asyncio.Task[TransferStats]"
 ) -> on_prefill.PrefillReply:
-    """The first token; a hand-over that failed before it ends the wait, unless prefill says soon
-    what was wrong."""
+    """Call prefill and return the first token.
+
+    A hand-over that fails first ends the wait, unless prefill reports its own error within
+    PREFILL_ERROR_WAIT_S.
+    """
     message = on_prefill.Prefill(pair.identity, request, pair.is_suspect)
     call = asyncio.create_task(_call(pair.prefill, "prefill", message, on_prefill.PrefillReply))
     try:
@@ -113,8 +129,11 @@ async def _call(
     reply: type[Reply],
     peer: RankHandle | None = None,
 ) -> Reply:
-    """Call and decode. RankLost names the rank, or the one ``beyond`` it if the rank answered
-    that it had lost that one."""
+    """Call a rank and decode its reply.
+
+    RankLost names the called rank. If the rank itself answered that it lost ``peer``, it names
+    ``peer``.
+    """
     lost = rank
     try:
         answer = await rank.control.call(method, pack(message))

@@ -1,6 +1,6 @@
-"""Heartbeats: keep a rank's beats coming, a decode rank's frames and leases with them.
+"""Heartbeats of ranks, and token frames of decode ranks. Heartbeats also renew leases.
 
-A rank is lost that does not answer within the bound of its pace, or whose engine is stuck.
+A rank is lost if it does not answer within its stall threshold, or if its engine is stalled.
 """
 
 import asyncio
@@ -20,17 +20,23 @@ from tandem.runtime.frames import FrameStream, connect
 log = logging.getLogger(__name__)
 MAX_RECONNECT_PAUSE_S = 5.0
 MIN_HEARTBEAT_PERIOD_S = 0.1
-"""Minimum time between two heartbeats, however many calls of GetStatus wait for one."""
+"""Minimum seconds between two heartbeats, regardless of the number of pending GetStatus calls."""
 OnLost = Callable[[RankHandle, Exception], None]
 
 
 async def follow_rank(
     rank: RankHandle, session: int, heartbeat_s: float, stall_timeout_s: float, on_lost: OnLost
 ) -> None:
-    """Hear the rank until cancelled: its frames if it sends some, else what it answers.
+    """Send heartbeats to a rank and receive its frames until cancelled. Reconnects after every
+    loss.
 
-    When it is lost, it is tried again and again. ``session`` outlives connections,
-    ``stall_timeout_s`` is the bound until it has told its own.
+    Args:
+        rank: Rank to follow. Ranks without frames are polled by calls instead.
+        session: Nonce of this gateway's session, which outlives connections.
+        heartbeat_s: Seconds between heartbeats.
+        stall_timeout_s: Seconds without an answer after which the rank is lost, until its first
+            heartbeat reports a threshold of its own.
+        on_lost: Called when the rank is newly lost.
     """
     retries = Retries(MAX_RECONNECT_PAUSE_S)
     try:
@@ -90,7 +96,9 @@ async def _read_frames(
 
 
 async def _send_heartbeats(rank: RankHandle, stream: FrameStream, heartbeat_s: float) -> None:
-    """What was granted before a beat was sent has to be alive in its answer."""
+    """Send heartbeats. Everything granted before a heartbeat is sent must be alive in its
+    answer.
+    """
     while True:
         rank.on_heartbeat_sent()
         stream.send_heartbeat()
@@ -98,8 +106,9 @@ async def _send_heartbeats(rank: RankHandle, stream: FrameStream, heartbeat_s: f
 
 
 async def _wait_until_due(rank: RankHandle, heartbeat_s: float) -> None:
-    """Wait until the next heartbeat is due: after ``heartbeat_s``, or earlier if a status wants
-    it."""
+    """Wait until the next heartbeat is due: after ``heartbeat_s``, or earlier if a status
+    needs it.
+    """
     await asyncio.sleep(min(heartbeat_s, MIN_HEARTBEAT_PERIOD_S))
     with suppress(TimeoutError):
         async with asyncio.timeout(heartbeat_s - MIN_HEARTBEAT_PERIOD_S):

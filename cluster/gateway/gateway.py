@@ -1,7 +1,7 @@
 """The cluster as one object: admits requests, routes them, and yields their answers.
 
-A gateway owns no node. Several may serve one cluster; each has a session of its own with every
-decode rank, which ends what it holds there should it die.
+A gateway owns no rank. Several gateways may serve one cluster. Each has a session with every decode
+rank, which frees the resources of a gateway that dies.
 """
 
 import asyncio
@@ -31,32 +31,40 @@ from tandem.text.tokenizer import TextStream, Tokenizer
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3
 SPARE_STREAMS = 64
-"""Open ones beyond those that may have or wait for a row: their clients still read."""
+"""Open streams allowed beyond those that run or wait for a row: their clients are still reading."""
 
 
 class ClusterGateway:
-    """Build it inside a running asyncio loop; ``fleet.stop`` ends its background tasks."""
+    """Routes requests to ranks, and retries them on others after failures.
+
+    Create it inside a running asyncio loop; ``fleet.stop`` ends its background tasks.
+
+    Attributes:
+        open_answers: Answer groups whose pieces are still being read.
+        migrations: Number of retries, by the name of the error that ended the attempt before.
+        model: Served model, the same in all ranks and epochs.
+    """
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: ClusterMembers) -> None:
         self.config, self.tokenizer = config, tokenizer
         self._affinity = PrefixAffinity()
         self.open_answers: WeakSet[AnswerGroup] = WeakSet()
-        """For as long as somebody reads them."""
+
         self.migrations: Counter[str] = Counter()
-        """Answers that went on in another attempt, by the error that ended the one before."""
+
         self.fleet = Fleet(members, config, self._send_warm_up)
         self.model = self.fleet.of_kind(DECODE)[0].info.model
-        """What is served; the same for all lives of all ranks."""
 
     @property
     def max_streams(self) -> int:
-        """Bound on open streams: those that may have or wait for a row, and some to spare."""
+        """Maximum open streams: those that may have or wait for a row, and SPARE_STREAMS."""
         return self._num_rows() + self.config.server.max_queued + SPARE_STREAMS
 
     def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
-        """Raise Overloaded when ``num_answers`` more could not be queued. Costs nothing.
+        """Raise Overloaded if ``num_answers`` more answers could not be queued.
 
-        Begun answers have a reserve, one place for each row of the cluster: each has had a row.
+        Resumed answers have a reserve of one place per row of the cluster, because each had a row
+        before.
         """
         num_reserved = self.config.decode.num_rows if is_resumed else 0
         num_queued = sum(map(len, self.open_answers)) - self._num_rows()
@@ -65,14 +73,17 @@ class ClusterGateway:
 
     @property
     def proof_key(self) -> bytes:
-        """Secret of the cluster with which gateways sign proofs, b"" for none."""
+        """Secret of the cluster with which gateways sign proofs; b"" for none."""
         return self.fleet.membership.proof_key
 
     def start_answers(self, request: Request) -> AnswerGroup:
-        """Its answers, written from now on: who begins them reads their pieces at once. These raise
-        what run_request raises.
+        """Start generating the answers to ``request``. The caller must read their pieces at once.
 
-        Raises Overloaded when the queue is full, ValueError for what cannot be answered.
+        Reading them raises the errors of ``run_request``.
+
+        Raises:
+            Overloaded: The queue is full.
+            ValueError: The request can never be served.
         """
         answers = [
             self._make_answer(index, asked) for index, asked in enumerate(split_request(request))
@@ -88,11 +99,13 @@ class ClusterGateway:
         return Answer(request, text, self.model, index)
 
     def is_healthy(self) -> bool:
-        """A prefill and a decode rank are left that work together."""
+        """Whether there is a usable pair of a prefill and a decode rank."""
         return bool(self.fleet.usable_pairs())
 
     async def status(self, num_running: int) -> ServerStatus:
-        """With the number of open streams, which its server knows."""
+        """Return the cluster's status. ``num_running`` is the number of the server's open
+        streams.
+        """
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
         ratios = balance_ratios(handles)
@@ -112,7 +125,9 @@ class ClusterGateway:
         return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
 
     async def _send_warm_up(self, pair: AttemptRoute) -> None:
-        """A tiny request over a pair of ranks. Raises ValueError if they do not fit."""
+        """Run a tiny request on a pair of ranks. Raises ValueError if the ranks are
+        incompatible.
+        """
         check_fit(pair.prefill, pair.decode)
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         request = Request(pair.identity.request_id, (0, 0), sampling=sampling)
@@ -120,13 +135,13 @@ class ClusterGateway:
         await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
 
     def _num_rows(self) -> int:
-        """Of the decode ranks that are well."""
+        """Return the number of rows of all decode ranks that get requests."""
         return sum(r.info.max_rows for r in self.fleet.of_kind(DECODE) if r.liveness.is_well)
 
     def _admit(self, answers: Sequence[Answer]) -> None:
-        """Refuse what no rank could ever hold, and more than may wait for the rows there are.
+        """Refuse answers that no rank could hold, and those beyond the queue's bound.
 
-        What a prefill rank could not read again in full must not begin: it could not migrate.
+        Answers must fit all ranks, also for prefill: otherwise they could not migrate.
         """
         self.check_queue(len(answers), answers[0].request.is_resumed)
         infos = [handle.info for pair in self.fleet.usable_pairs() for handle in pair]
@@ -139,10 +154,10 @@ class ClusterGateway:
             )
 
     async def _serve(self, answer: Answer, emit: Callable[[Piece], None]) -> None:
-        """Run the request, and what is left of it again, until it is answered.
+        """Run attempts at an answer until it is finished.
 
-        Preemption is no failure; lost ranks, broken hand-overs and failed steps are tried again, a
-        few times, and what has begun also where there is no room.
+        Lost ranks, failed hand-overs and failed steps are retried a few times; preemption does not
+        count. Resumed answers are also retried when the cluster is overloaded.
         """
         attempts, session = AttemptHistory(self.fleet), self.fleet.session
 
@@ -168,8 +183,11 @@ class ClusterGateway:
     async def _choose_route(
         self, request: Request, index: int, attempts: AttemptHistory
     ) -> AttemptRoute:
-        """Where it goes on. What has begun waits for a rank if none is left; what has failed
-        between two ranks is not tried there again if there are others."""
+        """Choose the ranks of the next attempt.
+
+        Resumed answers wait for a usable pair if there is none. Pairs between which a hand-over of
+        this answer failed are avoided if there are others.
+        """
         pairs = await self.fleet.wait_for_pairs(
             self.config.server.recovery_timeout_s if request.is_resumed else 0.0
         )

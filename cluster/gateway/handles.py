@@ -1,4 +1,4 @@
-"""A gateway's view of the ranks: how to call them, and how much it has sent to each."""
+"""A gateway's handles of ranks: calls, inboxes for updates, and load estimates."""
 
 import asyncio
 import logging
@@ -20,21 +20,30 @@ from tandem.core.tasks import Tasks
 
 log = logging.getLogger(__name__)
 STATUS_TIMEOUT_S = 2.0
-"""Time after which a rank counts as silent in a status, or a suspect as unreachable."""
+"""Seconds after which a rank counts as silent in a status, or a suspect as unreachable."""
 RELEASE_TIMEOUT_S = 5.0
 
 
 class LoadEstimate:
-    """What a rank has to do. ``num_sent`` texts were ever sent there, of ``num_tokens`` those that
-    it has not computed yet. What other gateways sent, ``num_other_tokens`` and ``num_other_rows``,
-    and ``num_free_tokens`` are as of its last beat."""
+    """Estimate of a rank's load.
+
+    Attributes:
+        num_sent: Prompts that this gateway has ever sent to the rank.
+        num_tokens: Tokens of this gateway's prompts that the rank has not computed yet.
+        num_other_tokens: The same for other gateways, as of the latest heartbeat.
+        num_other_rows: Sequences of other gateways, as of the latest heartbeat.
+        num_free_tokens: Free cache in tokens, as of the latest heartbeat.
+    """
 
     def __init__(self, num_free_tokens: int) -> None:
         self.num_free_tokens = num_free_tokens
         self.num_tokens = self.num_other_tokens = self.num_other_rows = self.num_sent = 0
 
     def track_prompt(self, num_tokens: int) -> ExitStack:
-        """A text of so many tokens is sent there; close it when they are computed, or in vain."""
+        """Count a prompt of ``num_tokens`` that is sent to the rank.
+
+        The caller closes the result once the prompt is computed or its attempt has failed.
+        """
         self.num_tokens += num_tokens
         self.num_sent += 1
         sent = ExitStack()
@@ -45,6 +54,7 @@ class LoadEstimate:
         self.num_tokens -= num_tokens
 
     def update(self, heartbeat: Heartbeat) -> None:
+        """Update the estimate from a heartbeat."""
         self.num_other_rows = max(
             0, heartbeat.load.num_active_rows + heartbeat.num_waiting - len(heartbeat.alive)
         )
@@ -53,33 +63,50 @@ class LoadEstimate:
 
 
 class Inboxes:
-    """Where the updates of this gateway's sequences on a decode rank arrive. ``granted`` are those
-    that the rank was heard to hold."""
+    """Queues of the updates for this gateway's sequences on one decode rank.
+
+    Attributes:
+        queues: Open inboxes, by identity.
+        granted: Sequences whose grant the rank has confirmed.
+    """
 
     def __init__(self, rank: str) -> None:
         self._rank = rank
         self.queues: dict[Identity, asyncio.Queue[SequenceUpdate]] = {}
         self.granted: dict[Identity, None] = {}
         self._orphans: dict[Identity, None] = {}
-        """Held there in the last beat, and nobody's here."""
+        """Sequences in the latest heartbeat that have no inbox."""
 
     def open(self, identity: Identity) -> "asyncio.Queue[SequenceUpdate]":
+        """Open the inbox of a sequence."""
         inbox = self.queues[identity] = asyncio.Queue()
         return inbox
 
     def close(self, identity: Identity) -> None:
+        """Close the inbox of a sequence. Later updates for it are dropped."""
         del self.queues[identity]
         self.granted.pop(identity, None)
 
     def deliver(self, updates: Iterable[SequenceUpdate]) -> None:
-        """What nobody waits for is dropped."""
+        """Put updates into their inboxes. Updates without an open inbox are dropped."""
         for update in updates:
             if update.identity in self.queues:
                 self.queues[update.identity].put_nowait(update)
 
     def reconcile(self, alive: Iterable[Identity], expected: Iterable[Identity]) -> list[Identity]:
-        """A beat says which the rank still holds of those ``expected`` when it was asked for.
-        What two beats in a row name and nobody here knows, which is to be aborted again."""
+        """Compare a heartbeat with the open inboxes.
+
+        Sequences that the rank no longer holds get a RankLost update.
+
+        Args:
+            alive: Sequences that the rank holds for this gateway.
+            expected: Sequences that were granted when the heartbeat was sent.
+
+        Returns:
+            Sequences that two consecutive heartbeats list but this gateway does not know. They are
+                to be
+            aborted again.
+        """
         held = dict.fromkeys(alive)
         for identity in [one for one in expected if one not in held]:
             lost = Failure("RankLost", f"decode rank {self._rank} no longer holds {identity}")
@@ -89,10 +116,15 @@ class Inboxes:
 
 
 class RankHandle:
-    """One life of a rank, and its latest ``heartbeat``. ``releases`` are its owner's, who finishes
-    them. While ``heartbeat_requested`` is set, the next heartbeat is due early.
-    ``pending_heartbeats`` are those of this connection that are not answered yet: what was granted
-    when each was sent, and what its answer sets."""
+    """A rank in one epoch, as seen by one gateway.
+
+    Attributes:
+        heartbeat: Latest heartbeat; None before the first.
+        heartbeat_requested: While set, the next heartbeat is sent early.
+        pending_heartbeats: Unanswered heartbeats of this connection. Each has the sequences that
+            were granted when it was sent, and an event that its answer sets.
+        releases: Background tasks of release calls. The fleet owns and finishes them.
+    """
 
     def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
         self.info, self.control, self.epoch_name = info, control, info.spec.epoch_name
@@ -104,14 +136,20 @@ class RankHandle:
         self._next_heartbeat_done = asyncio.Event()
 
     def on_heartbeat_sent(self) -> None:
-        """Note that a heartbeat is sent now."""
+        """Record that a heartbeat is being sent."""
         self.pending_heartbeats.append((tuple(self.inboxes.granted), self._next_heartbeat_done))
         self._next_heartbeat_done = asyncio.Event()
         self.heartbeat_requested.clear()
 
     def on_heartbeat(self, heartbeat: Heartbeat) -> float:
-        """Take in the answer to a heartbeat; how long it may be silent from now on. Raises RankLost
-        if its engine does not go on."""
+        """Process the answer to a heartbeat.
+
+        Returns:
+            Seconds without an answer after which the rank counts as lost.
+
+        Raises:
+            RankLost: The rank's engine is stalled.
+        """
         granted, answered = self.pending_heartbeats.popleft()
         self.heartbeat = heartbeat
         self.load.update(heartbeat)
@@ -125,9 +163,10 @@ class RankHandle:
         return heartbeat.engine_progress.stall_threshold_s
 
     async def status(self) -> RankStatus:
-        """Return what the rank's answer to the next heartbeat says; all callers share that one.
+        """Return the rank's status from its answer to the next heartbeat, which all callers share.
 
-        ``alive`` is False, and nothing else known, if the rank is lost or gives no answer in time.
+        If the rank is lost or does not answer in time, ``alive`` is False and nothing else is
+        known.
         """
         spec, answered = self.info.spec, self._next_heartbeat_done
         self.heartbeat_requested.set()
@@ -148,7 +187,7 @@ class RankHandle:
         )
 
     async def is_reachable(self) -> bool:
-        """Return whether the rank answers a call, and its engine thread takes turns."""
+        """Whether the rank answers a call, which needs a turn of its engine thread."""
         try:
             await call_rank(self.control, "ping", None, Empty, STATUS_TIMEOUT_S)
             return True
@@ -157,8 +196,11 @@ class RankHandle:
             return False
 
     def release(self, method: str, identity: Identity) -> "asyncio.Task[Empty]":
-        """Have it let go of a sequence. One that cannot be told is dead, or its lease runs out, or
-        its beats name what it still holds."""
+        """Start a call that makes the rank release a sequence.
+
+        A failed call needs no retry here: the rank is dead, its lease expires, or later heartbeats
+        still list the sequence.
+        """
         return self._releases.start(
             call_rank(self.control, method, identity, Empty, RELEASE_TIMEOUT_S)
         )
@@ -166,8 +208,10 @@ class RankHandle:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRoute:
-    """Where an attempt runs; the same rank twice in colocated mode. One that ``is_suspect`` begins
-    in steps of its own."""
+    """Ranks and identity of one attempt. In colocated mode both are the same rank.
+
+    ``is_suspect``: the sequence starts in isolated steps, because it may have crashed a rank.
+    """
 
     prefill: RankHandle
     decode: RankHandle
@@ -175,8 +219,11 @@ class AttemptRoute:
     is_suspect: bool = False
 
     async def close(self, is_decoded: bool) -> None:
-        """The attempt is over. Unless the decode rank has ended it both are free; one that is lost
-        is told too, but nobody waits for that."""
+        """End the attempt and release its resources on both ranks.
+
+        No release is needed if the decode rank has finished the sequence (``is_decoded``). Lost
+        ranks are called too, but their replies are not awaited.
+        """
         self.decode.inboxes.close(self.identity)
         if not is_decoded:
             releases = (self.decode, "abort"), (self.prefill, "cancel")

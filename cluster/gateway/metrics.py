@@ -1,5 +1,7 @@
-"""What a gateway tells Prometheus of its requests: names, meaning and units are vLLM's where it has
-the same (with ``tandem_`` for ``vllm:``). A label is never what a client chose.
+"""Prometheus metrics of a gateway's requests.
+
+Names, meanings and units are those of vLLM's metrics where they exist, with ``tandem_`` instead of
+``vllm:``. Label values never come from clients.
 """
 
 import time
@@ -9,9 +11,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, disable_cre
 from tandem.cluster.gateway.admission import StreamWatcher
 from tandem.core.answer import Finished, Piece
 
-disable_created_metrics()  # a second series beside each, which nothing here reads
+disable_created_metrics()  # an additional series per metric, which is not needed
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2.5, 5))
-"""Upper ends of buckets: 0.1 ms to 500 s."""
+"""Upper bounds of histogram buckets in seconds: 0.1 ms to 500 s."""
 _HISTOGRAMS = {
     "time_to_first_token": "Until the first token, seconds.",
     "inter_token_latency": "From one message to the next, which may have several tokens, seconds.",
@@ -36,7 +38,7 @@ _COUNTERS = {
 
 
 class RequestMetrics:
-    """Of one gateway since it began, in a ``registry``. Owned by the gateway's loop."""
+    """Metrics of one gateway since its start, in ``registry``. Owned by the gateway's loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -61,18 +63,22 @@ class RequestMetrics:
         return StreamMetrics(self)
 
     def on_call_failed(self, code: str) -> None:
+        """Count a failed call by its gRPC code."""
         self._failed.labels(code).inc()
 
     def _make_counter(self, name: str, text: str, label: str) -> Counter:
         return Counter(f"tandem_{name}", text, [label], registry=self.registry)
 
     def observe(self, name: str, seconds: float) -> None:
+        """Add a value to a histogram."""
         self._histograms[name].observe(seconds)
 
     def increment(self, name: str, amount: float) -> None:
+        """Increase a counter."""
         self._counters[name].inc(amount)
 
     def on_finished(self, finished: Finished) -> None:
+        """Record the statistics of a finished answer."""
         ms, usage, counts, pulled = (
             finished.timings_ms,
             finished.usage,
@@ -83,7 +89,7 @@ class RequestMetrics:
         self.observe("e2e_request_latency", ms.total / 1e3)
         self.increment("prompt_tokens", usage.prompt)
         if not ms.first_token:
-            return  # it ended before it had a token: the rest has no meaning
+            return  # the answer ended before its first token, so the rest is undefined
         self.observe("request_queue_time", ms.queue / 1e3)
         self.observe("request_prefill_time", ms.prefill / 1e3)
         self.observe("request_decode_time", decode_s := (ms.total - ms.first_token) / 1e3)
@@ -102,7 +108,7 @@ class RequestMetrics:
 
 
 class StreamMetrics(StreamWatcher):
-    """Times the messages of one stream."""
+    """Watcher that measures the gaps between messages of one stream."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics, self._started_at = metrics, time.monotonic()

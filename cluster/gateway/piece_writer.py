@@ -1,4 +1,4 @@
-"""How fast the client of a stream reads, and when it reads too slowly to be waited for."""
+"""Detection of clients that read a stream too slowly."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -7,17 +7,22 @@ from tandem.core.answer import Piece
 from tandem.core.errors import Draining
 
 MIN_BYTES_PER_S = 4096.0
-"""Rate at which a client that makes a piece wait has to read. A token is some 25 bytes, with 20 log
-probabilities 250. Where the model is slower than that no piece waits."""
+"""Minimum read rate of a client while pieces wait for it, in bytes per second.
+
+A token takes about 25 bytes, or 250 with 20 log probabilities. Pieces do not wait if the model is
+slower than the client.
+"""
 MAX_UNREAD_ANSWER_BYTES = 384 << 10
-"""Maximum of an answer that is written and not read; in memory that is some ten times as much."""
+"""Maximum unread bytes of an answer. Their size in memory is about ten times larger."""
 STALLED_S = 1.0
-"""Lag from which on a stream may be ended so that another one has room."""
+"""Lag in seconds above which a stream may be ended to make space for another."""
 WritePiece = Callable[[Piece], Awaitable[None]]
 
 
 class PieceWriter:
-    """The client of one stream as a reader. It may lag by at most ``max_lag_s``."""
+    """Writes the pieces of one stream and tracks its client's lag, of at most ``max_lag_s``
+    seconds.
+    """
 
     def __init__(self, max_lag_s: float) -> None:
         self._max_lag_s = max_lag_s
@@ -26,7 +31,7 @@ class PieceWriter:
 
     @property
     def lag_s(self) -> float:
-        """Seconds for which pieces have waited beyond those that MIN_BYTES_PER_S allows."""
+        """Seconds that pieces have waited beyond the time that MIN_BYTES_PER_S allows."""
         if self._waiting_since is None:
             return self._lag_s
         return self._lag_s + asyncio.get_running_loop().time() - self._waiting_since

@@ -1,8 +1,8 @@
-"""Proofs that a gateway of this cluster has begun an answer. Every gateway can check them.
+"""Proofs that a gateway of this cluster has started an answer. Every gateway can check them.
 
 A client receives the proof with the first message of an answer and sends it back to resume it. The
-proof is a message authentication code, so gateways keep nothing: one is valid for any number of
-resumes of the same request until it expires. A gateway has one open stream of a request id, so a
+proof is a message authentication code, so gateways store nothing. It is valid for any number of
+resumes of the same request until it expires. A gateway has one open stream per request id, so a
 proof is good for one stream at a time at each gateway.
 """
 
@@ -16,17 +16,17 @@ from tandem.core.request import Request
 from tandem.core.schema import pack
 
 MAX_AGE_S = 4 * 3600.0
-"""Age from which on a proof is void. A resume does not renew it."""
+"""Age in seconds after which a proof is void. A resume does not renew it."""
 _PROOF_PATTERN = re.compile(r"(\d{1,12})\.[0-9a-f]{64}", re.ASCII)
 
 
 def with_proof(
     request: Request, sent_proof: str, key: bytes, model_digest: str
 ) -> tuple[Request, str]:
-    """Return the request as one that counts as begun, if it resumes an answer with a genuine proof,
-    and the proof for its client.
+    """Return the request and the proof for its client.
 
-    Any other resume stays a fresh request, which gets a proof of its own, "" without a ``key``.
+    The request is marked as resumed if it resumes an answer with a valid proof. Any other request
+    gets a new proof, which is "" without a ``key``.
     """
     if request.output_ids and _is_genuine(request, sent_proof, key, model_digest):
         return replace(request, is_resumed=True), sent_proof
@@ -38,14 +38,16 @@ def _is_genuine(request: Request, proof: str, key: bytes, model_digest: str) -> 
     if form is None or not key:
         return False
     issued_at = int(form[1])
-    # Clocks of gateways differ a little, so a proof may come from the future.
+    # Clocks of gateways differ a little, so a proof may be dated in the future.
     is_valid = abs(time.time() - issued_at) < MAX_AGE_S
     return is_valid and hmac.compare_digest(proof, _sign(request, issued_at, key, model_digest))
 
 
 def _sign(request: Request, issued_at: int, key: bytes, model_digest: str) -> str:
-    """Return the proof of a time for a request, whichever tokens of its answer there are."""
-    # Of 131,072 token ids pydantic would make a message in 15 ms, and hold the interpreter lock.
+    """Return the proof for a request issued at a time. It does not depend on the output tokens so
+    far.
+    """
+    # Encoding 131,072 token ids with pydantic takes 15 ms, during which it holds the GIL.
     prompt = array("I", request.prompt_ids).tobytes()
     options = pack(replace(request, prompt_ids=(), output_ids=(), is_resumed=False))
     text = f"{issued_at} {model_digest} {len(prompt)} ".encode() + prompt + options

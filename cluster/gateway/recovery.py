@@ -1,4 +1,4 @@
-"""What one answer has been through, and what follows from another failure."""
+"""Failure history of one answer, and the decision whether it is retried."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,20 +20,25 @@ from tandem.core.membership import InFlightBatch
 from tandem.core.tasks import poll_until
 
 MAX_FAILURES = 4
-"""Lost nodes, broken hand-overs and failed steps that one answer may meet without a token in
-between."""
+"""Maximum lost ranks, failed hand-overs and failed steps of an answer between two of its tokens."""
 MAX_FATAL_STEPS = 3
-"""Steps that killed a rank with one answer in them, whatever tokens came in between."""
+"""Number of fatal steps containing an answer after which it is not retried, at any progress."""
 MAX_RETRY_PAUSE_S = 1.0
 CAUSE_TIMEOUT_S = 3.0
-"""How long an answer that may have killed a rank waits to be told before it goes on elsewhere."""
+"""Seconds that a suspected answer waits for the cause of a rank's death before it is retried."""
 
 
 @dataclass(slots=True)
 class AttemptHistory:
-    """Of one answer in a ``fleet``. It ``has_failed`` once it was in a step that failed;
-    ``lost_attempts`` are its attempts on ranks that were lost, ``dead_ranks`` ranks that died
-    meanwhile, ``avoided_pairs`` pairs of ranks between which a hand-over of it failed."""
+    """Failure history of one answer.
+
+    Attributes:
+        fleet: Ranks of the gateway.
+        has_failed: The answer was part of a step that failed.
+        lost_attempts: Attempts on ranks that were lost.
+        dead_ranks: Ranks that died during an attempt.
+        avoided_pairs: Pairs of ranks between which a hand-over of the answer failed.
+    """
 
     fleet: Fleet
     retries: Retries = field(default_factory=lambda: Retries(MAX_RETRY_PAUSE_S))
@@ -45,12 +50,20 @@ class AttemptHistory:
     async def on_failure(
         self, error: Exception, pair: AttemptRoute | None, is_resumed: bool
     ) -> None:
-        """Learn from it, and return when it is time for another try. A rank that is lost gets no
-        more requests until it answers again.
+        """Record a failure, and return when it is time for the next attempt.
 
-        Raises PoisonRequest when the answer itself is what fails steps: one that failed with it
-        alone was its second. ``error`` if there were too many, if what has begun has waited for a
-        ``pair`` in vain, or what has not finds no room.
+        A lost rank gets no more requests until it answers again.
+
+        Args:
+            error: Error that ended the attempt.
+            pair: Ranks of the attempt; None if none could be chosen.
+            is_resumed: The answer already has tokens.
+
+        Raises:
+            PoisonRequest: The answer itself makes steps fail. A step with this answer alone failed,
+                and it was not the first failed step.
+            Exception: ``error``, after too many failures. Also if a resumed answer found no pair,
+                or if the cluster is overloaded for a new one.
         """
         if isinstance(error, PoisonRequest) and (self.has_failed or self._fatal_steps()):
             raise error
@@ -68,11 +81,13 @@ class AttemptHistory:
         await self.retries.pause()
 
     def is_suspect(self) -> bool:
-        """Whether by what is known now it may have been in a step that failed, or that killed its
-        rank: who was there when it died may, until it is told what of.
+        """Whether the answer may have been in a step that failed or killed its rank.
 
-        Raises PoisonRequest when it was alone in one that did and this is its second, or in
-        MAX_FATAL_STEPS of them.
+        An answer that was on a rank when it died is suspected until the cause is known.
+
+        Raises:
+            PoisonRequest: The answer was alone in a fatal step that was not its first failure, or
+                in MAX_FATAL_STEPS fatal steps.
         """
         fatal_steps = self._fatal_steps()
         if (self.has_failed or len(fatal_steps) > 1) and any(
@@ -99,8 +114,11 @@ class AttemptHistory:
         ]
 
     async def _mark_lost(self, error: RankLost, pair: AttemptRoute) -> None:
-        """Leave the rank alone. Who was suspected there, so that it was alone in its steps, waits a
-        little to be told whether it is to blame."""
+        """Stop using the lost rank.
+
+        If the answer was already suspected on a rank that died, wait for the cause: its steps were
+        isolated, so it may be to blame.
+        """
         self.lost_attempts.add(pair.identity)
         for rank in dict.fromkeys((pair.prefill, pair.decode)):
             if rank.epoch_name == error.rank:

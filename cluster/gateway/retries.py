@@ -1,4 +1,4 @@
-"""Pauses between tries of what has failed."""
+"""Pauses between retries."""
 
 import asyncio
 import random
@@ -9,16 +9,17 @@ FIRST_PAUSE_S = 0.1
 
 @dataclass(slots=True)
 class Retries:
-    """Failures in a row of one thing: the pauses after them double up to ``max_pause_s``."""
+    """Consecutive failures of one operation. Pauses double up to ``max_pause_s``."""
 
     max_pause_s: float
     num_failures: int = 0
 
     def reset(self) -> None:
+        """Reset the failure count after a success."""
         self.num_failures = 0
 
     async def pause(self) -> None:
-        """Wait before the next try."""
+        """Count a failure and wait before the next attempt."""
         pause_s = min(FIRST_PAUSE_S * 2 ** min(self.num_failures, 10), self.max_pause_s)
         self.num_failures += 1
         await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))

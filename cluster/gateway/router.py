@@ -1,5 +1,4 @@
-"""Which prefill rank and which decode rank serve a request: a pure choice over loads, of those that
-fit."""
+"""Routing: choose the prefill and decode rank of a request, as a pure function of loads."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +7,7 @@ from tandem.core.errors import LayoutMismatch, RankLost
 from tandem.kv_transfer.layout import check_compatible
 
 RankPair = tuple[RankHandle, RankHandle]
-"""Where a prompt is computed, and where its answer is written."""
+"""The prefill rank and the decode rank of a request."""
 
 
 def choose_route(
@@ -17,15 +16,21 @@ def choose_route(
     num_cached: Mapping[str, int],
     causes: Sequence[str] = (),
 ) -> RankPair:
-    """For a text of ``num_tokens``, of which the ranks ``num_cached`` by their lives have computed
-    so many before: the pair whose decode rank has the fewest sequences, and room for this one, and
-    whose prefill rank has the fewest tokens to compute until this text is done.
+    """Choose the pair of ranks for a request.
 
-    So a known beginning attracts for as long as it saves more than it makes wait: neither the
-    first rank that knows what all prompts begin with nor an idle cluster piles up on one rank.
-    Among equals the prefill rank that got least, and the decode rank of most room.
+    Decode ranks with enough free cache come first, then those with the fewest sequences. Next comes
+    the prefill rank with the fewest tokens to compute before this prompt is done. A cached prefix
+    therefore attracts requests only while it saves more work than the queue costs. Ties go to the
+    prefill rank that was sent the fewest prompts, then to the decode rank with the most free cache.
 
-    Raises RankLost when there is no pair, with the ``causes`` why gangs are not ready.
+    Args:
+        pairs: Usable pairs.
+        num_tokens: Number of tokens of the prompt.
+        num_cached: Tokens of the prompt that each prefill rank has probably cached, by epoch name.
+        causes: Reasons why gangs are not ready, for the error message.
+
+    Raises:
+        RankLost: There are no pairs.
     """
     if not pairs:
         none = "no prefill and decode rank are left that work together and cache alike"
@@ -43,7 +48,7 @@ def choose_route(
 
 
 def check_fit(prefill: RankHandle, decode: RankHandle) -> None:
-    """Raises ValueError with both names if one does not have what the other's drafter reads."""
+    """Raise ValueError if the caches of two ranks, such as those for drafters, are incompatible."""
     try:
         check_compatible(prefill.info.caches, decode.info.caches)
     except LayoutMismatch as error:

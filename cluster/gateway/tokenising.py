@@ -1,4 +1,4 @@
-"""Threads that check requests and make tokens of their texts, apart from all other threads."""
+"""Threads that validate and tokenise requests, separate from all other threads."""
 
 import asyncio
 import ctypes
@@ -9,18 +9,20 @@ from typing import TypeVar
 from tandem.core.errors import Overloaded
 
 LONG_CHARS = 50_000
-"""Characters from which on a text has to wait for other long texts; short ones never do."""
+"""Texts of more than this number of characters share a thread. Shorter ones never wait for them."""
 MAX_CHARS = 16 << 20
-"""Maximum of characters of the texts that wait for a thread or are tokenised by it."""
+"""Maximum characters of all texts that wait for a thread or are being tokenised by it."""
 TRIM_CHARS = 500_000
-"""Characters from which on the memory that a text took goes back to the system at once. It is some
-hundred bytes a character, which glibc would keep in pieces."""
+"""Text length in characters from which memory is returned to the system immediately.
+
+Tokenising takes about 100 bytes per character, which glibc would otherwise keep as fragments.
+"""
 Result = TypeVar("Result")
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)  # only glibc has it
 
 
 class TokeniserThread:
-    """One thread and the texts that wait for it, owned by one asyncio loop until `close`."""
+    """One thread and its queue of texts, owned by one asyncio loop until ``close``."""
 
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, name)
@@ -30,7 +32,7 @@ class TokeniserThread:
         """Run ``work`` on a text of ``num_chars`` and return its result.
 
         Raises:
-            Overloaded: Too much text waits already.
+            Overloaded: Too much text is waiting already.
         """
         if self.num_chars and self.num_chars + num_chars > MAX_CHARS:
             raise Overloaded(f"{self.num_chars} characters are being tokenised already")
@@ -41,14 +43,14 @@ class TokeniserThread:
         def ended(done: "Future[Result]") -> None:
             if num_chars >= TRIM_CHARS and not done.cancelled():
                 _trim(0)
-            # A caller that was cancelled does not end what its thread is busy with.
+            # Count the text until its work ends, which a cancelled caller does not interrupt.
             loop.call_soon_threadsafe(self._forget, num_chars)
 
         posted.add_done_callback(ended)
         return await asyncio.wrap_future(posted)
 
     def close(self) -> None:
-        """End the thread when it is idle; what has not begun is not done."""
+        """End the thread after its current work. Queued work is dropped."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _forget(self, num_chars: int) -> None:
@@ -56,8 +58,7 @@ class TokeniserThread:
 
 
 class TokeniserThreads:
-    """One thread for short texts and one for long ones, so that neither the time nor the number of
-    long texts keeps a short one out."""
+    """One thread for short texts and one for long texts, which therefore never delay short ones."""
 
     def __init__(self) -> None:
         self._short = TokeniserThread("tokenise")
@@ -69,11 +70,11 @@ class TokeniserThreads:
         return self._short.num_chars + self._long.num_chars
 
     async def run(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        """Run ``work`` on the thread for a text of ``num_chars``; raises what that raises."""
+        """Run ``work`` on the thread for texts of ``num_chars`` and return its result."""
         thread = self._long if num_chars > LONG_CHARS else self._short
         return await thread.run(num_chars, work)
 
     def close(self) -> None:
-        """End both threads when they are idle; what has not begun is not done."""
+        """End both threads after their current work. Queued work is dropped."""
         for thread in (self._short, self._long):
             thread.close()

@@ -1,4 +1,4 @@
-"""Warm-up of a pair of ranks: a tiny request over it, repeated until one is answered."""
+"""Warm-up of a pair of ranks: a tiny request, retried until it is answered."""
 
 import asyncio
 import logging
@@ -15,14 +15,15 @@ SendRequest = Callable[[AttemptRoute], Awaitable[None]]
 
 
 class WarmUp:
-    """One pair of ranks and the task that warms it. Channels and first calls are slow, and no
-    request of a user shall wait for them.
+    """A pair of ranks and the task that warms it up.
+
+    First calls and new channels are slow, so no user request should be the first.
 
     Attributes:
         is_warm: A warm-up request was answered.
-        is_refused: The ranks cannot work together, so the warm-up is not repeated.
+        is_refused: The ranks are incompatible, so the warm-up is not retried.
         failure: Error of the latest attempt; None before the first and after a success.
-        first_attempt_done: Set once the first attempt has ended, or the task.
+        first_attempt_done: Set once the first attempt, or the task, has ended.
     """
 
     def __init__(self, ranks: RankPair, send_request: SendRequest) -> None:
@@ -39,7 +40,7 @@ class WarmUp:
 
     @property
     def cause(self) -> str:
-        """Why the pair gets no requests, in a line; "" if it is warm."""
+        """Reason why the pair gets no requests, in one line; "" if it is warm."""
         if self.is_warm:
             return ""
         partner = self.ranks[0].info.spec.label
