@@ -1,7 +1,7 @@
-"""Layer 2: everything that knows of Ray and gRPC, and the life of a request."""
+"""Everything that uses Ray and gRPC: cluster control, gateway, entrypoints, client and commands."""
 
 import os
 
-# Ray forks its own servers while ours has gRPC threads: with fork handlers on, those hang.
+# Ray forks servers while this process has gRPC threads. With gRPC's fork handlers they would hang.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,4 +1,4 @@
-"""The command ``tandem``."""
+"""The command line program ``tandem``."""
 
 import typer
 
@@ -21,7 +21,9 @@ for command in (serve, generate, status, rebalance, stop, bench):
 
 
 def main() -> None:
-    """Exit code 0 is success, 1 a failed call, 2 a wrong command line, 130 an interruption."""
+    """Run the program. Exit codes: 0 success, 1 failure, 2 invalid command line, 130
+    interrupted.
+    """
     app()
 
 

@@ -1,6 +1,8 @@
-"""What holds for every call: a message is received within bounds, bytes that are no message of its
-method are refused, an error becomes its status, and streams that cost a client nothing to keep are
-few."""
+"""Common handling of all gRPC calls.
+
+Messages are received within bounds, malformed ones are refused, errors become gRPC statuses, and
+the number of idle streams is limited.
+"""
 
 import asyncio
 import inspect
@@ -26,13 +28,17 @@ _Handler: TypeAlias = grpc.RpcMethodHandler
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a malformed call with INVALID_ARGUMENT and one line in the log, where grpc would say
-    that the server failed, and log a traceback. All streams but those of Generate are idle ones.
-    ``on_error`` hears the code of each call that fails."""
+    """Server interceptor that bounds calls and turns errors into statuses.
+
+    A malformed message ends its call with INVALID_ARGUMENT and one line in the log. Without this,
+    grpc would report a server error and log a traceback. All streams except those of Generate count
+    as idle, because they cost a client nothing to keep open. ``on_error`` receives the code of each
+    failed call.
+    """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
+        # Idle streams of each connection, by the address of its client.
         self._on_error, self._idle = on_error, Counter[str]()
-        """The latter of each connection, by the address of its other end."""
         self._uploads = Uploads()
 
     async def intercept_service(
@@ -53,7 +59,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _idle_permit(self, context: _Context) -> AsyncIterator[None]:
-        """For one more idle stream, if there is one, and for MAX_IDLE_STREAM_S at most."""
+        """Permit one more idle stream, for at most MAX_IDLE_STREAM_S. Aborts the call if there are
+        too many.
+        """
         peer = context.peer()
         if self._idle[peer] >= MAX_IDLE_PER_CONNECTION or self._idle.total() >= MAX_IDLE_STREAMS:
             reason = "as many streams of health and reflection as there may be are open already"
@@ -70,8 +78,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
 @asynccontextmanager
 async def _report_errors(context: _Context, on_error: Callable[[str], None]) -> AsyncIterator[None]:
-    """An error is told by its code and ends the call with its status, unless the client has gone,
-    which a write of ours may be the first to learn."""
+    """End a call with the status of its error, and pass the code to ``on_error``.
+
+    Nothing is reported if the client has gone, which a write may be the first to notice.
+    """
     try:
         yield
     except grpc.aio.AbortError:
@@ -84,15 +94,17 @@ async def _report_errors(context: _Context, on_error: Callable[[str], None]) -> 
         try:
             on_error((status := status_of(error)).code.name)
             _forget_frames(error)
-            # It follows what the client leaves unread, and may wait here for as long as that stays.
+            # The status follows all unread messages, so this waits until the client reads them.
             await context.abort(*status)
         except grpc.aio.InternalError:  # the client has gone
             raise asyncio.CancelledError from None
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what an error's frames hold, which may be megabytes of text: grpc keeps the error
-    of a call in a cycle that waits for the garbage collector."""
+    """Clear the frames of an error, which may hold megabytes of text.
+
+    Otherwise a reference cycle in grpc keeps them until the garbage collector runs.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -104,8 +116,9 @@ def _cardinality(is_stream: bool) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """A method as grpc calls it: every method takes a stream of bytes, also one of a single
-    message, so that this message can be awaited within ``uploads``' bounds."""
+    """Handler of one method. It takes a stream of raw bytes even if the method takes one message,
+    so that receiving that message can be bounded by ``uploads``.
+    """
 
     handler: _Handler
     method: str
@@ -118,7 +131,7 @@ class _Call:
         async with permit(context), _report_errors(context, self.on_error):
             kinds = self.handler.request_streaming, self.handler.response_streaming
             method = getattr(self.handler, "_".join(map(_cardinality, kinds)))
-            # No variable here has the message: an error in grpc's hands keeps this frame.
+            # Keep the message in no variable: grpc may keep an error, and with it this frame.
             answer = method(await self._read_message(received, context), context)
             if not inspect.isasyncgen(answer):
                 return await answer
@@ -126,7 +139,7 @@ class _Call:
                 await context.write(piece)
 
     async def _read_message(self, received: AsyncIterator[bytes], context: _Context) -> Any:
-        """Return the message of a call, or an iterator over those of a stream."""
+        """Return the message of a call, or an iterator over the messages of a stream."""
         if self.handler.request_streaming:
             return (self._parse(data, context) async for data in received)
         return self._parse(await self.uploads.receive(received, context.peer()), context)
@@ -134,7 +147,7 @@ class _Call:
     def _parse(self, data: bytes, context: _Context) -> Any:
         try:
             return self.handler.request_deserializer(data)
-        except Exception as error:  # what a parser raises has no type of its own
+        except Exception as error:  # parsers raise no specific type
             reason = f"{len(data)} bytes are no message of {self.method} ({error})"
             _log.warning("%s; sent by %s", reason, context.peer())
             raise ValueError(reason) from None

@@ -1,4 +1,4 @@
-"""The gRPC server: address, health and reflection."""
+"""The gRPC server: options, address, health and reflection."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection
@@ -20,28 +20,31 @@ from tandem.core.config import TandemConfig
 
 SERVICE = "tandem.v1.Inference"
 MAX_GRPC_CONNECTIONS = 1024
-"""Maximum of open connections; grpc turns away those beyond."""
+"""Maximum number of open connections; grpc rejects further ones."""
 SPARE_CALLS = 256
-"""Calls of a connection beyond the requests that the cluster can hold."""
+"""Calls of one connection allowed beyond the requests that the cluster can hold."""
 _OPTIONS = (
     ("grpc.so_reuseport", 0),
-    # A window that grows with the bandwidth holds megabytes of each call that nobody awaits yet.
+    # A window that grows with the bandwidth would buffer megabytes of calls not yet awaited.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.max_allowed_incoming_connections", MAX_GRPC_CONNECTIONS),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 )
 WATCH_PERIOD_S = 1.0
-"""How often it looks for watchers whether something has changed."""
+"""Seconds between checks for changes that health watchers receive."""
 
 
 @asynccontextmanager
 async def serve(admission: Admission) -> AsyncIterator[str]:
-    """Listen meanwhile; the address has the port in use. ``ValueError`` if it cannot be had.
+    """Listen until the block ends. Yields the address, with the port in use.
 
-    Health and status are answered whether or not there is a gateway.
+    Health and status are answered even without a gateway.
+
+    Raises:
+        ValueError: The address is unavailable.
     """
-    # No bound on all calls together: a stream whose end its client leaves unread would count.
+    # No bound on the total number of calls: streams with an unread end would count too.
     server = grpc.aio.server(
         interceptors=(CallInterceptor(lambda code: admission.on_error(code)),),
         options=(*_OPTIONS, *_size_options(admission.config)),
@@ -74,10 +77,10 @@ def _size_options(config: TandemConfig) -> list[tuple[str, int]]:
 
 
 def max_streams(config: TandemConfig) -> int:
-    """Return how many calls one connection may have open at once.
+    """Return the maximum number of open calls per connection.
 
-    All clients may be behind one proxy, so this is above the number of requests that the cluster
-    can hold, with those that its reserve for begun answers adds.
+    All clients may share one proxy. The bound therefore exceeds the number of requests that the
+    cluster can hold, including its reserve for resumed answers.
     """
     return 2 * config.decode.num_rows + config.server.max_queued + SPARE_CALLS
 
@@ -86,14 +89,17 @@ async def _bind(server: grpc.aio.Server, address: str) -> str:
     try:
         return f"{address.rpartition(':')[0]}:{server.add_insecure_port(address)}"
     except RuntimeError as error:
-        # The operating system says why.
+        # Binding the address again raises an error that contains the operating system's reason.
         (await asyncio.to_thread(open_listener, "server.address", address)).close()
         raise ValueError(f"server.address={address!r}: was taken until now; try again") from error
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """``is_serving`` says it for all of ``services``, whenever somebody asks. A watcher that does
-    not read holds up nobody else: grpcio's own keeps a lock meanwhile."""
+    """gRPC health service with the same state for all ``services``.
+
+    ``is_serving`` is called for every check. A watcher that does not read blocks no other call,
+    unlike in grpcio's own servicer, which holds a lock while it writes.
+    """
 
     def __init__(self, services: Collection[str], is_serving: Callable[[], bool]) -> None:
         self._services = services

@@ -1,4 +1,4 @@
-"""Bounds on the connections of an HTTP port, which uvicorn does not have."""
+"""Bounds on the connections of an HTTP port, which uvicorn lacks."""
 
 import asyncio
 from typing import Any
@@ -6,16 +6,16 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HTTP_CONNECTIONS = 128
-"""Maximum of open connections: one more ends the one that has waited the longest for an answer."""
+"""Maximum number of open connections. One more closes the connection whose clock started first."""
 MAX_EXCHANGE_S = 20.0
-"""Time in which a connection must have sent a whole request and read the answer to it."""
+"""Seconds in which a connection must send a whole request and read the response."""
 
 
 class BoundedProtocol(H11Protocol):
-    """An HTTP/1.1 connection that cannot be held open for nothing.
+    """HTTP/1.1 connection with a time limit, so that it cannot be held open without use.
 
-    The clock starts with the connection and again with each answer that has been sent. A client
-    that is silent, sends a byte now and then or does not read runs out of time.
+    The clock starts with the connection and restarts after each response. A client that is silent,
+    sends a byte now and then or does not read runs out of time.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -1,7 +1,7 @@
-"""The HTTP port, for those who run the cluster: whether it lives, whether it serves, its figures.
+"""HTTP port for operators: liveness, readiness and metrics.
 
-Off unless ``server.http_address`` is set. It is apart from gRPC because probes speak HTTP alone
-where gRPC has TLS.
+Off unless ``server.http_address`` is set. The port is separate from gRPC because Kubernetes probes
+cannot use gRPC over TLS.
 """
 
 import asyncio
@@ -14,8 +14,11 @@ from tandem.cluster.gateway.admission import Admission
 
 @asynccontextmanager
 async def serve(admission: Admission) -> AsyncIterator[str | None]:
-    """Listen meanwhile, if that is wanted; the address has the port in use. ``ValueError`` if it
-    cannot be had."""
+    """Listen until the block ends. Yields the address with the port in use, or None if it is off.
+
+    Raises:
+        ValueError: The address is unavailable.
+    """
     address = admission.config.server.http_address
     if address is None:
         yield None
@@ -26,7 +29,7 @@ async def serve(admission: Admission) -> AsyncIterator[str | None]:
     from tandem.cluster.entrypoints.probes import Probes
 
     class UvicornServer(uvicorn.Server):
-        """Signals are the process's own affair."""
+        """Uvicorn server that leaves signals to the process."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -1,10 +1,14 @@
-"""Sockets that listen where a key of the config says."""
+"""Listening sockets at configured addresses."""
 
 import socket
 
 
 def open_listener(key: str, address: str) -> socket.socket:
-    """At HOST:PORT, which is what ``key`` says. ``ValueError`` if it cannot be had."""
+    """Return a socket that listens at HOST:PORT, the value of the configuration key ``key``.
+
+    Raises:
+        ValueError: The address is unavailable.
+    """
     host, _, port = address.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:

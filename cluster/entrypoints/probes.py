@@ -1,4 +1,6 @@
-"""What the HTTP port answers, in the gateway's own loop: one that hangs does not."""
+"""Handlers of the HTTP port. They run in the gateway's loop, so a gateway that hangs fails its
+probes.
+"""
 
 from collections.abc import Iterator
 
@@ -19,7 +21,7 @@ from tandem.cluster.gateway.metrics import RequestMetrics
 
 
 class Probes(Collector):
-    """/livez, /readyz and /metrics of the server whose ``admission`` it is, as an ``app``."""
+    """/livez, /readyz and /metrics of one server, as the ASGI application ``app``."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -37,22 +39,26 @@ class Probes(Collector):
         )
 
     async def livez(self, _: Request) -> Response:
+        """Answer 200 as long as the loop runs."""
         return PlainTextResponse("alive\n")
 
     async def readyz(self, _: Request) -> Response:
-        """As health over gRPC says it."""
+        """Answer 200 if the server is serving, else 503. The same state as health over gRPC."""
         if self._admission.is_serving():
             return PlainTextResponse("serving\n")
         return PlainTextResponse("not serving\n", 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Answer in the format that the scraper prefers, the oldest if it names none we know."""
+        """Answer in the format that the scraper prefers, or in the oldest one if it accepts none of
+        ours.
+        """
         try:
             encode, content_type = choose_encoder(",".join(request.headers.getlist("accept")))
-        except TypeError:  # a version that is no number
+        except TypeError:  # a version that is not a number
             encode, content_type = choose_encoder("")
         return Response(encode(self._registry), headers={"content-type": content_type})
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of requests and of the cluster."""
         yield from self._requests.registry.collect()
         yield from collect_cluster_metrics(self._admission)

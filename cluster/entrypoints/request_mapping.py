@@ -1,4 +1,6 @@
-"""From a GenerateRequest to an ``RawRequest``: nothing is ignored, values are checked elsewhere."""
+"""Conversion of GenerateRequest to RawRequest. Unknown fields are refused; values are not
+checked.
+"""
 
 from typing import Any
 
@@ -11,8 +13,12 @@ from tandem.core.request import ACCEPTANCES, RawRequest, SamplingParams, Specula
 
 
 def to_raw_request(message: pb.GenerateRequest) -> RawRequest:
-    """``message`` in our own terms. ``ValueError`` if it says what this server does not know, or
-    lists more than is worth reading."""
+    """Convert ``message`` to a RawRequest.
+
+    Raises:
+        ValueError: The message has fields that this server does not know, or lists that are too
+            long.
+    """
     fields = _set_fields(message, "")
     _set_fields(message.token_ids, "token_ids.")
     acceptance = acceptance_from_proto(message.speculation.acceptance)
@@ -29,7 +35,7 @@ def to_raw_request(message: pb.GenerateRequest) -> RawRequest:
 
 
 def acceptance_from_proto(number: int) -> str:
-    """The kind of acceptance. Raises ``ValueError`` naming those there are."""
+    """Return the name of an acceptance rule. Raises ``ValueError`` that lists the known ones."""
     if number not in pb.Acceptance.values():
         kinds = ", ".join(f"{known} ({name})" for name, known in pb.Acceptance.items())
         raise ValueError(f"speculation.acceptance={number}: is unknown to this server; use {kinds}")
@@ -42,13 +48,15 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
         **_set_fields(message, "sampling."),
         stop=tuple(check_count("sampling.stop", message.stop)),
         stop_token_ids=tuple(check_count("sampling.stop_token_ids", message.stop_token_ids)),
-        # In order of token id: a map has none of its own.
+        # Sort by token id, because maps have no order.
         logit_bias=tuple(TokenBias(*item) for item in sorted(biases)),
     )
 
 
 def _set_fields(message: Message, prefix: str) -> dict[str, Any]:
-    """The fields that are set, but for lists; one without presence is not if it is 0."""
+    """Return the fields that are set, except lists. Fields without presence are unset if they are
+    0.
+    """
     if unknown := UnknownFieldSet(message):
         name = f"{prefix}field number {unknown[0].field_number}"
         raise ValueError(f"{name} is unknown to this server; leave it out or update the server")

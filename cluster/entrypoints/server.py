@@ -1,5 +1,4 @@
-"""A server: the admission of a gateway with all its entrypoints, opened together and closed in
-order."""
+"""A server: the admission of a gateway, and all its entrypoints."""
 
 from contextlib import AsyncExitStack
 from importlib import import_module
@@ -12,13 +11,19 @@ ENTRYPOINTS = {
     "grpc": "tandem.cluster.entrypoints.grpc_server",
     "http": "tandem.cluster.entrypoints.http_server",
 }
-"""Modules with ``serve(admission)``, a context that listens and gives its address, None if it is
-not wanted. By the names that ``tandem serve`` prints."""
+"""Modules by the names that ``tandem serve`` prints. ``serve(admission)`` of each is a context
+manager that listens and yields its address, or None if the entrypoint is off.
+"""
 
 
 class Server(Admission):
-    """An async context: listens from its begin on, serves from ``attach`` on, until ``drain`` and
-    ``stop``, its end at the latest; ``addresses`` are those of its entrypoints, by name."""
+    """Async context manager that listens until it exits.
+
+    Requests are served from ``attach`` until ``drain`` or ``stop``.
+
+    Attributes:
+        addresses: Addresses of the entrypoints by name; None for those that are off.
+    """
 
     def __init__(self, config: TandemConfig) -> None:
         super().__init__(config)
@@ -27,18 +32,18 @@ class Server(Admission):
 
     @property
     def address(self) -> str:
-        """Of gRPC."""
+        """Address of the gRPC entrypoint."""
         address = self.addresses["grpc"]
         assert address is not None
         return address
 
     async def stop(self) -> None:
-        """Close the entrypoints; streams still open end with UNAVAILABLE."""
+        """Close the entrypoints. Open streams end with UNAVAILABLE."""
         await self.end_streams()
         await self._entrypoints.aclose()
 
     async def __aenter__(self) -> Self:
-        """Open every entrypoint. ``ValueError`` if one of them cannot have its address."""
+        """Open every entrypoint. Raises ``ValueError`` if an address is unavailable."""
         async with AsyncExitStack() as entrypoints:
             for name, module in ENTRYPOINTS.items():
                 context = import_module(module).serve(self)

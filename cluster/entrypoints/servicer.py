@@ -1,4 +1,4 @@
-"""The four calls of ``tandem.v1.Inference``, mapped to those of the gateway's admission."""
+"""The four calls of ``tandem.v1.Inference``, mapped to those of ``Admission``."""
 
 from typing import TypeAlias
 
@@ -16,7 +16,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class InferenceServicer(rpc.InferenceServicer):
-    """What ``admission`` raises becomes a status in calls.py."""
+    """gRPC service of ``admission``. Errors become statuses in calls.py."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission

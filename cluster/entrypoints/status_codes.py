@@ -1,4 +1,4 @@
-"""From errors to gRPC statuses: the one place where that is decided."""
+"""Conversion of errors to gRPC statuses."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 class RpcStatus(NamedTuple):
-    """What a failed call ends with."""
+    """Status with which a failed call ends."""
 
     code: grpc.StatusCode
     details: str
@@ -22,7 +22,7 @@ class RpcStatus(NamedTuple):
 
 
 def status_of(error: BaseException) -> RpcStatus:
-    """The status that tells a client of ``error``; an unexpected one is logged as well."""
+    """Return the gRPC status for ``error``. Unexpected errors are also logged."""
     details = (str(error) or type(error).__name__)[:_MAX_DETAILS]
     if errors.is_out_of_resources(error):
         _log.error("this process is out of resources: %r", error)

@@ -1,7 +1,7 @@
-"""Bounds on messages that are still being received: how many, how large, how long each may take.
+"""Bounds on messages that are being received: their number, size and time.
 
-grpc keeps the bytes of a message until it is whole. A message that is not awaited is not received:
-the client is held up by its HTTP/2 window.
+grpc buffers a message until it is complete. It does not receive a message that no call awaits: the
+HTTP/2 window then holds up the client.
 """
 
 import asyncio
@@ -16,26 +16,29 @@ from tandem.core.json_file import read_json
 MAX_UPLOADS_PER_CONNECTION = 8
 MAX_UPLOADS = 64
 UPLOAD_TIMEOUT_S = 10.0
-"""Time that a message has to arrive whole."""
+"""Seconds in which a message must arrive completely."""
 CONTENDED_UPLOAD_TIMEOUT_S = 1.0
-"""The same while other messages wait for their turn."""
+"""The same timeout while other messages wait to be received."""
 BASE_MESSAGE_BYTES = 1 << 20
 BYTES_PER_TOKEN = 24
-"""Bytes that a message may have for each token of the context: a token id takes at most 5, English
-text and code take 3 to 5, runs of white space many more."""
+"""Allowed message bytes per token of the context.
+
+A token id takes at most 5 bytes. English text and code take 3 to 5 bytes per token, and runs of
+white space many more.
+"""
 
 
 def max_message_bytes(config: TandemConfig) -> int:
-    """Return the bound on a message, which follows from the longest context of the model."""
+    """Return the maximum message size in bytes, which depends on the model's maximum length."""
     raw = read_json(config.model.path / "config.json")
     longest = config.model.max_model_len or raw.get("max_position_embeddings")
-    if not isinstance(longest, int):  # what is wrong with the file is said where it is loaded
+    if not isinstance(longest, int):  # loading the model reports what is wrong with the file
         return MAX_MESSAGE_BYTES
     return min(BASE_MESSAGE_BYTES + BYTES_PER_TOKEN * longest, MAX_MESSAGE_BYTES)
 
 
 class _UploadPermits:
-    """A number of turns to receive a message. Turns are short while others wait for one."""
+    """A number of permits to receive a message. Permits expire sooner while other messages wait."""
 
     def __init__(self, num_permits: int) -> None:
         self._free = asyncio.Semaphore(num_permits)
@@ -48,7 +51,7 @@ class _UploadPermits:
 
     @asynccontextmanager
     async def permit(self) -> AsyncIterator[None]:
-        """Wait for a turn, and raise TimeoutError in it when its time is over."""
+        """Wait for a permit. Raises TimeoutError in the block when its time is over."""
         await self._wait()
         try:
             limit_s = CONTENDED_UPLOAD_TIMEOUT_S if self._num_waiting else UPLOAD_TIMEOUT_S
@@ -74,7 +77,7 @@ class _UploadPermits:
 
 
 class Uploads:
-    """Turns of all connections of a server, owned by one asyncio loop."""
+    """Upload permits of all connections of a server. Owned by one asyncio loop."""
 
     def __init__(self) -> None:
         self._all = _UploadPermits(MAX_UPLOADS)
@@ -83,11 +86,11 @@ class Uploads:
         )
 
     async def receive(self, messages: AsyncIterator[bytes], connection: str) -> bytes:
-        """Return the first of ``messages``, which come over a ``connection``.
+        """Return the first of ``messages``, which arrive over ``connection``.
 
         Raises:
-            ValueError: The client ended its side of the call without a message.
-            TimeoutError: The message did not arrive whole in time.
+            ValueError: The client closed its side of the call without a message.
+            TimeoutError: The message did not arrive completely in time.
         """
         of_connection = self._of_connection[connection]
         try:

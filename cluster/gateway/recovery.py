@@ -61,7 +61,7 @@ class AttemptHistory:
 
         Raises:
             PoisonRequest: The answer itself makes steps fail. A step with this answer alone failed,
-                and it was not the first failed step.
+                and that was not its first failure.
             Exception: ``error``, after too many failures. Also if a resumed answer found no pair,
                 or if the cluster is overloaded for a new one.
         """

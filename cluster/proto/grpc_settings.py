@@ -1,20 +1,21 @@
-"""What both ends of a call know beside its messages."""
+"""gRPC settings shared by clients and servers."""
 
 import os
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Maximum size of a message; a server may receive less (cluster/entrypoints/uploads.py)."""
+"""Maximum size of a message. A server may accept less (cluster/entrypoints/uploads.py)."""
 STREAM_KEY = "tandem-stream"
-"""Metadata of Generate: a nonce that all attempts at one stream carry. A later attempt ends what
-is left of an earlier one under its request id."""
+"""Metadata key of Generate. Its value is a nonce that all attempts at one stream carry: a later
+attempt ends an earlier one under the same request id.
+"""
 RETRY_AFTER_KEY = "retry-after-s"
-"""Trailing metadata of RESOURCE_EXHAUSTED: seconds to wait before another try."""
+"""Trailing metadata key of RESOURCE_EXHAUSTED: seconds to wait before a retry."""
 
 
 def proxy_options() -> tuple[tuple[str, int], ...]:
-    """Return channel options by which gRPC ignores http_proxy and the like, as Ray's channels do.
+    """Return channel options that make gRPC ignore http_proxy and similar variables, as Ray does.
 
-    A loopback address goes through such a proxy too, where no_proxy does not name it.
+    Such a proxy would also receive loopback addresses unless no_proxy lists them.
     TANDEM_USE_PROXY=1 makes channels use the proxy.
     """
     return (("grpc.enable_http_proxy", int(os.environ.get("TANDEM_USE_PROXY") == "1")),)

@@ -1,4 +1,6 @@
-"""The nouns of ``core`` to and from their protobuf messages; their fields have the same names."""
+"""Conversion between dataclasses of ``core`` and protobuf messages, whose fields have equal
+names.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,12 +20,12 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def to_proto(cls: type[_Message], noun: Any) -> _Message:
-    """The dataclass ``noun`` as the message ``cls``."""
+    """Convert the dataclass instance ``noun`` to a message of type ``cls``."""
     return cls(**asdict(noun))
 
 
 def from_proto(cls: type[_Noun], message: Message) -> _Noun:
-    """``message`` as the dataclass ``cls``; 64-bit integers stay exact."""
+    """Convert ``message`` to the dataclass ``cls``. 64-bit integers stay exact."""
     fields = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
@@ -32,8 +34,11 @@ def from_proto(cls: type[_Noun], message: Message) -> _Noun:
 
 
 def piece_to_proto(piece: Piece, digest: str = "", proof: str = "") -> pb.GenerateResponse:
-    """Return one message of a stream; the first one has the ``digest`` of the model, and the
-    ``proof`` that the client sends to resume the answer."""
+    """Return one message of a stream.
+
+    The first message of a stream carries the ``digest`` of the model and the ``proof`` that the
+    client sends to resume the answer.
+    """
     if isinstance(piece, Finished):
         finished = to_proto(pb.Finished, piece)
         return pb.GenerateResponse(finished=finished, model=digest, proof=proof)
@@ -45,7 +50,9 @@ def piece_to_proto(piece: Piece, digest: str = "", proof: str = "") -> pb.Genera
 
 
 def piece_from_proto(response: pb.GenerateResponse) -> Piece:
-    """The inverse. Raises ``ValueError`` on a message that is neither."""
+    """Convert a message of a stream to a piece. Raises ``ValueError`` if it holds no known
+    piece.
+    """
     kind = response.WhichOneof("piece")
     if kind == "delta":
         delta = response.delta
@@ -57,6 +64,6 @@ def piece_from_proto(response: pb.GenerateResponse) -> Piece:
 
 
 def _token_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
-    """Best first: the map on the wire has no order."""
+    """Convert log probabilities, best first: the map in the message has no order."""
     top_ids = tuple(sorted(message.top, key=lambda token: -message.top[token]))
     return TokenLogprobs(message.logprob, top_ids, tuple(message.top[token] for token in top_ids))
