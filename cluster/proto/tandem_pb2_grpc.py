@@ -61,28 +61,29 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers one prompt: any number of Delta, then exactly one Finished, for each of n answers.
+        """Generate the answers to one prompt: for each of n answers any number of Delta, then one
+        Finished.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request; its stream gets Finished with finish_reason "abort".
+        """Abort a running request; its stream ends with a Finished of finish_reason "abort".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """What is served, and the bounds that requests have to keep.
+        """Return the served model and the bounds that requests must keep.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """How the cluster is doing, rank by rank. Answered while starting and draining too.
+        """Return the state of the server and of every rank. Works while starting and draining too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
