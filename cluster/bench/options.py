@@ -62,7 +62,10 @@ class BenchOptions:
         int, _load(min=0, max=_MAX_COUNT, help="Uncounted requests that each arm sends first.")
     ] = 4
 
-    workload: Annotated[Literal["random", "shared-prefix", "trace"], _work()] = "random"
+    workload: Annotated[
+        Literal["random", "shared-prefix", "trace"],
+        _work(help="Source of the prompts: random, random after shared prefixes, or a trace."),
+    ] = "random"
     prompt_tokens: Annotated[
         str, _work(metavar="LOW:HIGH", help="Tokens of random prompts, without a shared prefix.")
     ] = "64:256"
