@@ -1,1 +1,1 @@
-"""Layer 0: the network in PyTorch, its drafters, sampling and acceptance."""
+"""The model on one rank: checkpoint, network, kernels, drafters, sampling and acceptance rules."""

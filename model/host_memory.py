@@ -1,4 +1,4 @@
-"""How a CPU rank's process keeps the memory it has used."""
+"""Memory allocator settings of CPU ranks."""
 
 import ctypes
 import logging
@@ -6,14 +6,15 @@ import logging
 log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _MALLOC_OPTIONS = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
-"""The largest block to reuse, the largest reserve to keep, and one arena for all threads."""
+"""Values for mallopt: reuse blocks up to 32 MiB, keep up to 1 GiB of freed memory, use one arena
+for all threads."""
 
 
 def keep_freed_memory() -> None:
-    """Let malloc reuse large blocks instead of giving them back to the system.
+    """Make malloc reuse large freed blocks instead of returning them to the system.
 
-    A forward's activations are freed and taken again thousands of times a second; faulting
-    them in anew each time was half of a decode step. Without glibc nothing happens.
+    A forward pass frees and reallocates activations thousands of times a second. The page faults
+    of fresh memory would take half of a decode step. Does nothing without glibc.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""A checkpoint, ready to run on one rank: network, drafter, and caches to fit."""
+"""Loads a checkpoint onto one rank: network, drafter, kernels, and the shapes of the caches."""
 
 import logging
 from collections.abc import Callable
@@ -35,10 +35,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """``think_ids`` begin and end the thinking part of an answer, None if the checkpoint has no
-    such tokens; ``has_mtp`` says whether it has an MTP layer, drafting or not. ``refused`` are
-    programs that could not be made, and why, as long as the process lives. ``digest`` is that of
-    the checkpoint's files, ``tokenizer`` that of its tokenizer, "" without one."""
+    """A checkpoint that is loaded on one rank.
+
+    Attributes:
+        max_model_len: Maximum number of tokens of a prompt and its answer.
+        has_mtp: Whether the checkpoint has an MTP layer, even if it does not draft.
+        think_ids: Tokens that start and end the thinking part of an answer, None if the checkpoint
+            has none.
+        digest: Digest of the checkpoint's files.
+        tokenizer_digest: Digest of the checkpoint's tokenizer, "" without one.
+        uncapturable: Programs that could not be captured in this process, with the reason.
+    """
 
     config: ModelConfig
     network: DeepseekV3
@@ -60,27 +67,27 @@ class LoadedModel:
 
     @property
     def exec_mode(self) -> str:
-        """The best in which its programs can be had."""
+        """The fastest form in which this rank can run step programs (core/execution.py)."""
         return EAGER if self.dispatch.eager_reason else self.kernels.exec_mode
 
     @property
     def cache_groups(self) -> tuple[CacheGroup, ...]:
-        """The main caches, then the drafter's, in wire order."""
+        """Cache groups of the main model and the drafter, in the order of the transfer format."""
         main = CacheGroup(MAIN, self.config.num_hidden_layers, self.config.latent_dim)
         return (main, *self.drafter.cache_groups)
 
     @property
     def lag(self) -> int:
-        """How many later tokens an entry of any cache depends on."""
+        """Maximum number of later tokens that an entry of any cache depends on."""
         return max(group.lag for group in self.cache_groups)
 
     @property
     def bytes_per_token(self) -> int:
-        """Of all caches."""
+        """Bytes of all caches per token."""
         return self.dtype.itemsize * sum(one.num_layers * one.width for one in self.cache_groups)
 
     def allocate_caches(self, num_pages: int, page_size: int) -> Caches:
-        """Zeroed: whatever is read before it was written, the dummy page too, is finite."""
+        """Allocate zeroed caches. Slots that are read before any write are therefore finite."""
         shape, kind = (num_pages, page_size), (self.dtype, self.device)
         return {
             group.name: [
@@ -97,14 +104,21 @@ def load_model(
     placement: Placement | None = None,
     check_digest: Callable[[str], None] = lambda digest: None,
 ) -> LoadedModel:
-    """Read the configured checkpoint onto the device of rank ``rank`` of a gang of this kind, with
-    the experts that it holds by ``placement``, None for those of the plain order.
+    """Load the configured checkpoint onto the device of one rank.
 
-    ``check_digest`` gets the digest of the checkpoint, with that of a drafter's own folder, before
-    any weight is read; what it raises ends the call. Links in the path are resolved once, so that
-    all files are of one revision. Loading reports its progress to ``on_start`` (core/progress.py):
-    the share of the bytes that have been read, from 0 to 1. Raises ValueError for whatever the user
-    can mend: path, files, dtype, lengths, drafter, ranks.
+    Links in the path are resolved once, so all files are of one revision. The share of bytes read,
+    from 0 to 1, is reported to ``on_startup_progress`` (core/progress.py).
+
+    Args:
+        config: The cluster's configuration.
+        kind: Kind of the gang (core/info.py).
+        rank: Number of the rank within its gang.
+        placement: Experts of each rank, None for the default order.
+        check_digest: Called with the digest of the checkpoint and of a separate drafter folder,
+            before any weight is read. Its exceptions are passed on.
+
+    Raises:
+        ValueError: The user can fix the cause: path, files, dtype, lengths, drafter or ranks.
     """
     section, path = config.of_kind(kind), config.model.path.resolve()
     torch.set_num_threads(section.num_threads)
@@ -159,7 +173,7 @@ def load_model(
 
 
 def _weights_digest(digest: str, drafter: Path | None) -> str:
-    """Return one name for all weights that a rank loads."""
+    """Return a text that identifies all weights that a rank loads."""
     if drafter is None:
         return digest
     return f"{digest} and speculation.draft_model_path {folder_digest(drafter)}"

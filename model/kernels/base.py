@@ -1,8 +1,10 @@
-"""What a step computes on a device, apart from how. Here in terms of torch, for any device and to
-measure others by; they override what they do better, in a file each.
+"""The kernel interface of a forward pass and its reference implementation in torch.
 
-Weights are packed once after they were loaded. Products, norms and attention sum in fp32, and what
-they give has the type of their input unless it says otherwise.
+The torch kernels run on any device, and the tests compare all others with them. Each other
+implementation is a subclass in its own file and overrides the operations that it does better.
+
+Weights are packed once after loading. Products, norms and attention accumulate in fp32. Outputs
+have the dtype of the input unless stated otherwise.
 Shape legend: X rows (of all sequences), B sequences, Q query rows of each, D hidden, H heads,
 K query width of a head, C latent width, R rotary width, L = C + R, V value width, N tokens,
 P (token, expert) pairs, S slots of experts, F their width, T tokens, E experts, M outputs.
@@ -21,18 +23,23 @@ from tandem.model.network.batch import Segments, gather_pages, visible_slots
 from tandem.model.sampling.sampler import Sampler
 
 RopeCosSin = tuple[Tensor, Tensor]
-"""Cosines and sines of each row's position: [X, R / 2] fp32 each."""
+"""Cosines and sines of the RoPE angles of each row: [X, R / 2] fp32 each."""
 BranchOutput = Any
-"""What is added to rows [X, D]; some give it in parts (Kernels.combine)."""
+"""Output of a residual branch, added to rows [X, D]: a tensor, or an unsummed form of it that only
+``Kernels.add_rms_norm`` reads (see ``Kernels.combine``)."""
 
 
 BLOCK = 128
 
 
 class Fp8BlockWeight(NamedTuple):
-    """FP8 matrices [S, M, K] or one [M, K], with a factor for each BLOCK x BLOCK of their values
-    (spec §6): scales [S, ceil(M / BLOCK), ceil(K / BLOCK)], where gate and up rows have blocks of
-    their own."""
+    """FP8 weight with one scale for each BLOCK x BLOCK values (arXiv:2412.19437, 3.3.2).
+
+    Attributes:
+        values: Matrices [S, M, K], or one matrix [M, K].
+        scales: [S, ceil(M / BLOCK), ceil(K / BLOCK)]. In a fused gate and up matrix each half has
+            its own blocks.
+    """
 
     values: Tensor
     scales: Tensor
@@ -42,9 +49,16 @@ Weights = Tensor | Fp8BlockWeight
 
 
 class Routing(NamedTuple):
-    """How a gate chooses among E experts (spec §4). ``sizes`` are E, groups, groups kept, experts
-    chosen. A group scores by its ``by_two`` best experts, or by its best; experts of other groups
-    score ``filler``."""
+    """Parameters of a MoE gate (arXiv:2412.19437, 2.1.2).
+
+    Attributes:
+        sizes: Number of experts E, of groups, of groups kept, and of experts chosen per token.
+        uses_sigmoid: Scores are sigmoid(logits), otherwise softmax(logits).
+        sums_top_two: A group's score is the sum of its two best experts, otherwise its best.
+        is_normalised: The weights of the chosen experts are divided by their sum.
+        masked_score: Score of the experts in groups that were not kept.
+        factor: Multiplier of the weights.
+    """
 
     sizes: tuple[int, int, int, int]
     uses_sigmoid: bool
@@ -55,10 +69,16 @@ class Routing(NamedTuple):
 
 
 class AttentionMetadata(NamedTuple):
-    """What all forms of a layer's attention have in common in one pass: angles of its rows, whether
-    pairs of what is rotated are interleaved, the cache [pages, page size, L] and the factor of
-    scores. The table is [B, P], or [1, P] of one segment's pages after the other's. With
-    ``bits_BQ`` rows of sequences are nodes of trees (Batch)."""
+    """Inputs of a layer's attention other than queries, in one forward pass.
+
+    Attributes:
+        cos, sin: RoPE angles of the rows (``RopeCosSin``).
+        is_interleaved: Rotated pairs are (2j, 2j + 1), otherwise (j, j + R / 2).
+        cache: The layer's paged cache [pages, page size, L].
+        page_table_BP: [B, P], or [1, P] with the pages of one segment after another.
+        scale: Multiplier of the attention scores.
+        bits_BQ: Visible draft-tree nodes of each row (see ``Batch``), None without trees.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -70,81 +90,85 @@ class AttentionMetadata(NamedTuple):
 
 
 class Kernels(Sampler):
-    """Those of torch. Weights stay as they are."""
+    """Kernels in torch, and the interface of all others. Torch uses weights as they are loaded."""
 
     name = "torch"
     exec_mode = EAGER
-    """In which functions are called again and again."""
+    """Fastest form in which ``make_replayable`` runs a function (core/execution.py)."""
 
     ngram_lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
-    """Of n-grams, where it was written for the device (model/drafters/ngram.py: continued)."""
+    """Device implementation of ``find_continuation`` in model/drafters/ngram.py, or None."""
 
     fallback_reason = ""
-    """Why these were taken where faster ones ought to be had."""
+    """Why torch kernels replace the faster ones of this device, "" if they do not."""
 
     dim_multiple = 1
-    """Heads and latents have a multiple of so many values."""
+    """Number that the widths of heads and latents must be a multiple of."""
 
     owns_outputs = False
-    """What a repeated function returns is memory that it keeps."""
+    """Whether a replayable function keeps its output tensors and overwrites them when called."""
 
     supports_fp8_blocks = False
-    """Matrices can stay the FP8 blocks of their checkpoint."""
+    """Whether weights can stay in the block-scaled FP8 format of the checkpoint."""
 
     reads_paged_cache = False
-    """Attention reads pages where they lie, so wide page tables cost nothing."""
+    """Whether attention reads pages in place, so that unused page table columns cost nothing."""
 
     copy_rows: Callable[[Sequence[Tensor], Tensor, Tensor, bool], None] | None = None
-    """Entries of all layers into staging, or from it (kv_transfer/caches.py), if these can."""
+    """Function that copies cache entries of all layers to or from staging buffers
+    (kv_transfer/caches.py), None if these kernels have none."""
 
     def use_threads(self, num_threads: int) -> None:
-        """What this process computes on its CPU is computed by so many, from now on."""
+        """Set the number of CPU threads that this process computes with."""
         torch.set_num_threads(num_threads)
 
     def compile_s(self) -> float:
-        """How long kernels have been compiled so far, this moment included; any thread."""
+        """Return seconds of kernel compilation so far, a running one included; any thread."""
         return 0.0
 
     def make_replayable(self, function: Function) -> ReplayableFunction:
-        """``function`` in that form, for inputs of the shapes that it meets first. What it returns
-        may be overwritten by the next call of any, in the order of the device."""
+        """Wrap ``function`` for repeated calls, with inputs of the shapes of its first call. The
+        next call of any such function may overwrite its outputs, in stream order."""
         return Eager(function)
 
     def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Begin ``work``, which may run beside what is called from now on; what is returned waits
-        for its result, on the device, and is called before anything that ``work`` reads is gone."""
+        """Start ``work``, possibly in parallel with later calls, and return a join function. It
+        makes the device wait for the result, and must be called before inputs of ``work`` are
+        freed."""
         result = work()
         return lambda: result
 
     def pack(self, weight: Any) -> Any:
-        """Matrices [..., M, K] as ``linear`` and others read them; Blocks if these can be read."""
+        """Convert matrices [..., M, K] to the format that ``linear`` and others read. FP8 blocks
+        are accepted if ``supports_fp8_blocks``."""
         return weight
 
     def pack_experts(self, gate_up: Any, down: Any) -> tuple[Weights, Weights]:
-        """Of [S, 2F, D], gate rows first, and [S, D, F]; Blocks if these can be read."""
+        """Convert expert weights to the format that ``fused_experts`` reads. ``gate_up`` is
+        [S, 2F, D] with the gate rows first, ``down`` is [S, D, F]. FP8 is as in ``pack``."""
         return gate_up, down
 
     def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
-        """x times a matrix [M, K]: [X, M]."""
+        """Multiply rows x by the transpose of a packed matrix [M, K]: [X, M]."""
         y = F.linear(x_XK, packed)
         return y.float() if in_fp32 else y
 
     def rms_norm(self, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Normalised in fp32, cast to the input's dtype, then scaled (spec §3, HF order). Rows may
-        lie apart."""
+        """Normalise in fp32, cast to the dtype of ``x_XD``, then scale (the order of transformers).
+        The row stride is arbitrary."""
         return weight_D * F.rms_norm(x_XD.float(), weight_D.shape, eps=eps).to(x_XD.dtype)
 
     def add_rms_norm(
         self, x_XD: Tensor, branch: BranchOutput, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The sum of both, and its norm."""
+        """Return ``x_XD + branch`` and the RMS norm of this sum."""
         x_XD = x_XD + branch
         return x_XD, self.rms_norm(x_XD, weight_D, eps)
 
     def write_mla_cache(
         self, kv_XL: Tensor, weight_C: Tensor, eps: float, attn: AttentionMetadata, slots_X: Tensor
     ) -> None:
-        """Write [normed latent, rotated key] of each row at its physical slot of the cache."""
+        """Write [normed latent, rotated key] of each row to its physical slot of the cache."""
         latent, pe = kv_XL.split([len(weight_C), kv_XL.shape[1] - len(weight_C)], -1)
         latent = self.rms_norm(latent, weight_C, eps)
         pe = rotate(pe, (attn.cos, attn.sin), attn.is_interleaved)
@@ -158,11 +182,14 @@ class Kernels(Sampler):
         attn: AttentionMetadata,
         context_lens_BQ: Tensor,
     ) -> Tensor:
-        """Attention over each sequence's pages in latent space (spec §3, absorbed form): [X, H, V].
+        """Compute absorbed MLA (arXiv:2405.04434, 2.1) over each sequence's pages: [X, H, V].
 
-        The first K - R values of queries go through their head's packed [C, K - R], the others are
-        rotated; what was attended to goes through packed [V, C]. Here over a copy of the pages, of
-        shapes that depend on the page table's width alone.
+        Torch attends over a copy of the pages, whose shapes depend only on the page table's width.
+
+        Args:
+            q_XHK: Queries. The last R values of each head are rotated here.
+            up_k: Packed [H, C, K - R], maps the other values of each head to the latent space.
+            up_v: Packed [H, V, C], maps the attended latents to each head's values.
         """
         nope, pe = q_XHK.split([up_k.shape[2], q_XHK.shape[2] - up_k.shape[2]], -1)
         latent = torch.bmm(nope.transpose(0, 1), up_k.transpose(1, 2)).transpose(0, 1)
@@ -180,14 +207,14 @@ class Kernels(Sampler):
         return torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2)).transpose(0, 1)
 
     def write_gqa_cache(self, kv_XL: Tensor, attn: AttentionMetadata, slots_X: Tensor) -> None:
-        """Write [rotated keys, values] of each row's heads at its physical slot of the cache."""
+        """Write [rotated keys, values] of each row's heads to its physical slot of the cache."""
         keys, values = kv_XL.chunk(2, -1)
         keys = _rotate_heads(keys.unflatten(1, (-1, 2 * attn.cos.shape[1])), attn).flatten(1)
         attn.cache.flatten(0, 1)[slots_X] = torch.cat((keys, values), -1)
 
     def gqa_attend(self, q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor) -> Tensor:
-        """Attention over each sequence's pages, whose entries are keys and values of G heads [2, G,
-        K]; as many heads of queries, which are rotated here, share each: [X, H, K]."""
+        """Compute grouped-query attention over each sequence's pages: [X, H, K]. A cache entry is
+        the keys and values of G heads [2, G, K]. Queries are rotated here."""
         num_q, width = context_lens_BQ.shape[1], q_XHK.shape[2]
         context_BSL, broken_BS = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP))
         context = context_BSL.unflatten(-1, (2, -1, width))
@@ -206,8 +233,9 @@ class Kernels(Sampler):
         return o_BGNK.unflatten(2, (num_q, -1)).transpose(1, 2).reshape(*q_XHK.shape)
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
-        """In all of ``caches`` put what lies at some physical slots at others. No move of a row
-        writes what a later one reads, and rows share no slots but the dummy page's."""
+        """Copy the entries at physical slots ``from_BN`` to ``to_BN`` in all ``caches``. No move
+        may write a slot that a later move of its row reads, or a slot of another row, except on the
+        dummy page."""
         for cache in caches:
             slots = cache.flatten(0, 1)
             slots[to_BN] = slots[from_BN]
@@ -220,10 +248,18 @@ class Kernels(Sampler):
         segments: Segments,
         num_values: int,
     ) -> Tensor:
-        """Attention of packed segments over their own contexts, zeros for padding: [T, H, V]. Keys
-        and values of every head are rebuilt from the latents by packed [H, N + V, C]: fewest flops
-        for many rows. Values are padded to the width of keys, or fused kernels refuse."""
-        from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo: 2 s
+        """Compute MLA of packed segments over their own contexts: [T, H, V], zeros for padding.
+
+        Keys and values of every head are expanded from the latents, which needs the fewest FLOPs
+        if there are many rows.
+
+        Args:
+            q_THK: Queries. The last R values of each head are rotated here.
+            kv_b: Packed [H, N + V, C], maps a latent to a head's keys and values.
+            num_values: V, the width of a head's values.
+        """
+        # Imported here: this loads torch._dynamo, which takes 2 s.
+        from torch.nn.attention.bias import causal_lower_right
 
         page_size, num_heads = attn.cache.shape[1], q_THK.shape[1]
         nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * attn.cos.shape[1]], -1)
@@ -255,13 +291,20 @@ class Kernels(Sampler):
         w2: Any,
         num_ranks: int = 1,
     ) -> Tensor:
-        """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``, with packed experts: [P, D],
-        undefined where the slot is S. Without tokens every token has as many pairs, one after the
-        other; without slots each has one, of slot 0. Pairs are those of the experts of
-        ``num_ranks``, of which this is one: about so many times as many as are of a slot here.
+        """Run expert ``slots_P[i]`` on token ``tokens_P[i]`` for each pair i: [P, D].
 
-        Pairs are sorted by slot, one grouped product per projection. Shapes do not depend on the
-        routing, and nothing waits for it."""
+        Torch sorts the pairs by slot and runs one grouped product per projection. Shapes do not
+        depend on the routing, so the host does not wait for it.
+
+        Args:
+            x_ND: Hidden states of the tokens.
+            tokens_P: Token of each pair. None: every token has P / N consecutive pairs.
+            slots_P: Slot of each pair; the output is undefined where it is S (an expert of another
+                rank). None: one pair for each token, with slot 0.
+            w1, w2: Weights from ``pack_experts``.
+            num_ranks: Number of ranks whose experts the pairs refer to. About P / ``num_ranks``
+                pairs have a local slot.
+        """
         if slots_P is None:
             return F.linear(_silu_mul(F.linear(x_ND, w1[0])), w2[0])
         if tokens_P is None:
@@ -277,7 +320,8 @@ class Kernels(Sampler):
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """Expert ids [T, K] int64, best first and lowest id among equals, and weights fp32."""
+        """Return expert ids [T, K] int64, best first, and their weights [T, K] fp32. The lowest id
+        of equal scores comes first. ``packed`` is the packed gate [E, D]."""
         logits_TE = F.linear(x_TD.float(), packed.float())
         scores_TE = logits_TE.sigmoid() if routing.uses_sigmoid else logits_TE.softmax(-1)
         chosen_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -299,8 +343,8 @@ class Kernels(Sampler):
     def combine(
         self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None
     ) -> BranchOutput:
-        """The weighted sum [T, D] of each token's experts, in fp32, from the best one on; then
-        ``branch`` is added. Some leave all that to `add_rms_norm`, for which it is there once."""
+        """Sum each token's weighted expert outputs in fp32, best expert first; add the branch. Some
+        kernels defer all this to ``add_rms_norm``, which can then read the result only once."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
@@ -312,22 +356,26 @@ TORCH_KERNELS = Kernels()
 
 
 def zero_non_finite(context_SL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cache entries [..., S, L] with zeros in place of those that hold a value that is not
-    finite, and which these are [..., S]. Attention gives a hidden slot the weight 0, and 0 x NaN
-    would be NaN; a row that sees such a slot has to become NaN by other means."""
+    """Return the entries [..., S, L] with non-finite ones zeroed, and a mask [..., S] of these.
+
+    Attention gives hidden slots the weight 0, and 0 * NaN would be NaN. The caller must set rows
+    that see a non-finite entry to NaN.
+    """
     broken_S = ~(context_SL.abs().amax(-1) < float("inf"))
     return context_SL.masked_fill(broken_S.unsqueeze(-1), 0), broken_S
 
 
 def top_ids(scores: Tensor, num: int) -> Tensor:
-    """Ids of the ``num`` largest along the last axis, lowest id first among equals."""
+    """Return ids of the ``num`` largest scores along the last axis, the lowest of equals first."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :num]
 
 
 def rotate(x: Tensor, angles: RopeCosSin, is_interleaved: bool) -> Tensor:
-    """Rotate x [..., R] by angles that broadcast to [..., R/2]. Pairs are (2j, 2j+1) if they are
-    interleaved, else (j, j + R/2); written as the former, so that q.k is unchanged and the cached
-    layout is one (spec §3: it is part of the wire format)."""
+    """Apply RoPE (arXiv:2104.09864) to x [..., R], by angles that broadcast to [..., R / 2].
+
+    Input pairs are (2j, 2j + 1) if ``is_interleaved``, otherwise (j, j + R / 2). The output is
+    always interleaved. Thus q.k is unchanged, and all ranks that exchange caches use one layout.
+    """
     cos, sin = angles
     pairs = x.float().unflatten(-1, (-1, 2) if is_interleaved else (2, -1))
     a, b = pairs.unbind(-1 if is_interleaved else -2)

@@ -1,1 +1,1 @@
-"""The main model in PyTorch."""
+"""The DeepSeek-family network in PyTorch."""

@@ -1,4 +1,4 @@
-"""What one forward needs to know about its rows, and where those rows live in the cache.
+"""Batch metadata of one forward pass: token ids, positions, cache slots and page tables.
 
 Shape legend: B sequences, Q query rows of each, P pages of a page table, S context slots,
 L cached width, G segments.
@@ -18,11 +18,14 @@ from tandem.model.checkpoint.tensors import upload
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Sequences packed one after the other into one row of tokens, without padding between them.
+    """Sequences packed into one row of tokens, without padding between them.
 
-    Segment g has ``lengths[g]`` tokens, the last of the ``contexts[g]`` that its sequence has by
-    then; each attends to those up to itself, never to another segment. ``ends_G`` are the rows
-    behind each one's last.
+    A token attends to its own sequence up to itself, never to another segment.
+
+    Attributes:
+        lengths: Number of tokens of each segment, which are the last ones of its context.
+        contexts: Number of context tokens of each segment, its own tokens included.
+        ends_G: Row after the last token of each segment.
     """
 
     lengths: tuple[int, ...]
@@ -32,15 +35,19 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows of one forward; all tensors int64 but for masks.
+    """Rows of one forward pass. All tensors except masks are int64.
 
-    A row attends to its sequence's slots 0 .. context_lens - 1, read from the cache only; one more
-    than the row before it, but for rows of trees and of nobody.
-    ``write_slots_BQ`` are physical (page * page_size + offset); rows that must leave no
-    trace write to the dummy page. ``segments`` selects MLA's prefill form: B is 1, and
-    the page table holds the pages of one segment after the other. ``real_BQ`` is False for rows
-    that only fill the batch up, None if there are none. Rows of a tree see, besides, those of the
-    64 slots from context_lens on whose bits ``bits_BQ`` has.
+    Attributes:
+        token_ids_BQ: Input tokens.
+        positions_BQ: RoPE positions.
+        write_slots_BQ: Physical slot (page * page_size + offset) that each row's cache entry is
+            written to. It is on the dummy page for rows whose entry must not be kept.
+        context_lens_BQ: Each row attends to slots 0 .. context_lens - 1 of its sequence, which are
+            read from the cache. Consecutive rows differ by 1, except in trees and padding.
+        page_table_BP: Pages of each sequence; with ``segments`` [1, P], segment after segment.
+        segments: Selects the prefill form of MLA, with B = 1. None: the absorbed form.
+        real_BQ: False for padding rows, None without padding.
+        bits_BQ: Draft-tree rows also attend to slot context_lens + i if bit i is set, i < 64.
     """
 
     token_ids_BQ: Tensor
@@ -54,13 +61,14 @@ class Batch:
 
 
 def gather_pages(cache: Tensor, page_table_BP: Tensor) -> Tensor:
-    """Every sequence's pages in order: [B, S, L]. index_select copies whole pages."""
+    """Copy the pages of each sequence into one context: [B, S, L]."""
+    # index_select copies whole pages at a time.
     pages = cache.index_select(0, page_table_BP.flatten())
     return pages.view(page_table_BP.shape[0], -1, cache.shape[-1])
 
 
 def visible_slots(context_lens_BQ: Tensor, num_slots: int, bits_BQ: Tensor | None = None) -> Tensor:
-    """Which of the first ``num_slots`` slots each query row attends to: bool [B, Q, S]."""
+    """Return which of the first ``num_slots`` slots each row attends to: bool [B, Q, S]."""
     slots_S = torch.arange(num_slots, device=context_lens_BQ.device)
     if bits_BQ is None:
         return slots_S < context_lens_BQ.unsqueeze(-1)
@@ -72,10 +80,10 @@ def visible_slots(context_lens_BQ: Tensor, num_slots: int, bits_BQ: Tensor | Non
 def physical_slots(
     page_table_BP: Tensor, slots_BQ: Tensor, keep_BQ: Tensor | None, page_size: int
 ) -> Tensor:
-    """Physical slots [B, Q] of sequence slots; the dummy page's where ``keep_BQ`` is False.
+    """Map slots of sequences to physical slots [B, Q], on the dummy page if ``keep_BQ`` is False.
 
-    Slots beyond the page table land on the dummy page too: a draft may reach past
-    ``max_model_len``, where nothing it writes is ever read.
+    Slots beyond the page table map to the dummy page too. Drafts may reach past
+    ``max_model_len``, where no entry is ever read.
     """
     num_slots = page_table_BP.shape[1] * page_size
     is_inside_BQ = slots_BQ < num_slots
@@ -87,7 +95,7 @@ def physical_slots(
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens of one sequence to compute: slots [lo, lo + len(token_ids)) of ``pages``."""
+    """Tokens of one sequence to compute, in slots lo .. lo + len(token_ids) - 1 of ``pages``."""
 
     token_ids: Sequence[int]
     lo: int
@@ -101,7 +109,7 @@ class Segment:
         return self.pages[: -(-self.context // page_size)]
 
     def columns(self, page_size: int) -> Tensor:
-        """Token ids, slots, their places in the cache, and context lengths: [4, tokens]."""
+        """Return token ids, slots, physical slots and context lengths: [4, tokens]."""
         slots = torch.arange(self.lo, self.context)
         places = torch.tensor(self.pages)[slots // page_size] * page_size + slots % page_size
         return torch.stack((torch.tensor(self.token_ids), slots, places, slots + 1))
@@ -110,8 +118,10 @@ class Segment:
 def pack_segments(
     segments: Sequence[Segment], page_size: int, device: torch.device, num_rows: int = 0
 ) -> Batch:
-    """One row of all segments' tokens, which may be none, filled up to ``num_rows``; what fills it
-    writes to the dummy page. Positions are slots."""
+    """Pack the tokens of all segments into a batch of one sequence, padded to ``num_rows``.
+
+    ``segments`` may be empty. Positions are slots. Padding writes to the dummy page.
+    """
     parts = [torch.empty(4, 0).long(), *(segment.columns(page_size) for segment in segments)]
     num_padding = max(0, num_rows - sum(part.shape[1] for part in parts))
     columns = upload(F.pad(torch.cat(parts, 1), (0, num_padding)), device)

@@ -1,4 +1,4 @@
-"""The paged latent caches of one rank: one tensor per layer, grouped by who reads them."""
+"""The paged latent caches of one rank: one tensor per layer, grouped by the model they serve."""
 
 import math
 import mmap
@@ -11,13 +11,19 @@ from torch import Tensor
 MAIN, MTP = "main", "mtp"
 
 Caches = dict[str, list[Tensor]]
-"""Group name -> one tensor [num_pages, page_size, latent_dim] per layer."""
+"""One tensor [num_pages, page_size, width] per layer, by the name of the cache group."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Layers that share a life: ``width`` values per token and layer, which depend on ``lag`` later
-    tokens."""
+    """Cache layers of one model: the main model's or a drafter's.
+
+    Attributes:
+        name: Key of the group in ``Caches``.
+        num_layers: Number of layers.
+        width: Number of values per token and layer.
+        lag: Number of later tokens that an entry depends on.
+    """
 
     name: str
     num_layers: int
@@ -26,8 +32,10 @@ class CacheGroup:
 
 
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU the system gives each memory page out only when it is first written, and
-    small ones: to clear a huge one for every layer stalls a step for tens of milliseconds."""
+    """Allocate a zeroed tensor. On CPU, the system commits each memory page at the first write.
+
+    Huge pages are disabled there: clearing one per layer stalls a step for tens of milliseconds.
+    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)

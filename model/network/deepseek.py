@@ -1,4 +1,4 @@
-"""The DeepSeek-V3 network. Parameters carry the checkpoint's names (spec §2).
+"""The DeepSeek-V3 network (arXiv:2412.19437). Parameters have the names of the checkpoint.
 
 Shape legend: B sequences, Q query rows, X = B * Q, D hidden, V vocabulary.
 """
@@ -19,7 +19,7 @@ from tandem.model.network.moe import MoE
 
 
 class DecoderLayer(nn.Module):
-    """``moe_layer`` is its number among the MoE layers, None for a dense one."""
+    """Transformer layer. ``moe_layer`` is its index among the MoE layers, None if it is dense."""
 
     def __init__(self, config: ModelConfig, dispatch: Dispatch, moe_layer: int | None) -> None:
         super().__init__()
@@ -40,7 +40,12 @@ class DecoderLayer(nn.Module):
         cache: Tensor,
         angles: RopeCosSin,
     ) -> tuple[Tensor, BranchOutput]:
-        """The sum of both, through the layer: again in two parts, which the next norm sums up."""
+        """Apply the layer to ``x_XD + branch``.
+
+        Returns:
+            The residual stream and the output of the MLP branch, whose sum is the layer's output.
+            The next norm adds them.
+        """
         x_XD, normed_XD = self.input_layernorm.add(x_XD, branch)
         attended_XD = self.self_attn(normed_XD, batch, cache, angles)
         x_XD, normed_XD = self.post_attention_layernorm.add(x_XD, attended_XD)
@@ -51,7 +56,7 @@ class DecoderLayer(nn.Module):
 class Trunk(nn.Module):
     def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
         super().__init__()
-        # Given weights skip the random ones, which on the meta device cost seconds of imports.
+        # A given weight skips random initialisation, whose imports take seconds on meta devices.
         weight = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(weight, freeze=True)
         self.layers = nn.ModuleList(
@@ -62,7 +67,7 @@ class Trunk(nn.Module):
 
 
 class DeepseekV3(nn.Module):
-    """The main model; drafters have weights of their own, and share its ``dispatch``."""
+    """The main model. Drafters have separate weights and share its ``dispatch``."""
 
     def __init__(self, config: ModelConfig, dispatch: Dispatch) -> None:
         super().__init__()
@@ -73,14 +78,17 @@ class DeepseekV3(nn.Module):
         self.rope = Rope(config)
 
     def forward(self, batch: Batch, caches: Caches) -> Tensor:
-        """Hidden states [B, Q, D] after ``model.norm``: what the head reads."""
+        """Compute the hidden states [B, Q, D] after ``model.norm``, which ``logits`` reads."""
         return self.forward_with_taps(batch, caches, ())[0]
 
     def forward_with_taps(
         self, batch: Batch, caches: Caches, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """The same, and features for a drafter [B, Q, F]: what enters each of the layers ``taps``,
-        side by side; without any the hidden states themselves."""
+        """Compute the hidden states [B, Q, D] and a drafter's features [B, Q, F].
+
+        The features are the concatenated inputs of the layers ``taps``, or the hidden states if
+        ``taps`` is empty.
+        """
         x_XD, branch = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
         angles, found = self.rope.at(batch.positions_BQ.flatten()), []
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches[MAIN], strict=True)):
@@ -93,6 +101,6 @@ class DeepseekV3(nn.Module):
         return hidden_BQD, torch.cat(found, -1).view(*shape, -1) if found else hidden_BQD
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Raw fp32 logits [..., V]."""
+        """Compute raw fp32 logits [..., V]."""
         logits: Tensor = self.lm_head(hidden.flatten(0, -2), in_fp32=True)
         return logits.unflatten(0, hidden.shape[:-1])

@@ -1,6 +1,6 @@
-"""The routed experts that a rank holds, fused (spec §4).
+"""The routed experts of one rank in one MoE layer, as fused weights.
 
-Shape legend: N tokens that are here, P (token, expert) pairs, S slots, D hidden, F width.
+Shape legend: N tokens on this rank, P (token, expert) pairs, S slots, D hidden, F width.
 """
 
 from torch import Tensor
@@ -11,7 +11,10 @@ from tandem.model.network.layers import KernelModule, Matrices
 
 
 class Experts(KernelModule):
-    """Slot i holds routed expert ``expert_ids[i]``; gate rows first, then up rows."""
+    """Routed experts of one layer; slot i holds expert ``expert_ids[i]``.
+
+    In ``gate_up`` the gate rows come first.
+    """
 
     def __init__(self, config: ModelConfig, expert_ids: tuple[int, ...]) -> None:
         super().__init__()
@@ -32,7 +35,13 @@ class Experts(KernelModule):
     def forward(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
     ) -> Tensor:
-        """What slot ``slots_P[i]`` makes of token ``tokens_P[i]``: [P, D]; undefined where the slot
-        is S, which means that it is not here. Without tokens each has as many pairs, in order.
-        Those that are not here are among them if they are the pairs of ``num_ranks``."""
+        """Run expert ``slots_P[i]`` on token ``tokens_P[i]`` for each pair i: [P, D].
+
+        Args:
+            x_ND: Hidden states of the tokens.
+            tokens_P: Token of each pair. None: every token has P / N consecutive pairs.
+            slots_P: Slot of each pair. S stands for an expert of another rank, whose output is
+                undefined.
+            num_ranks: Number of ranks whose experts the pairs refer to.
+        """
         return self.kernels.fused_experts(x_ND, tokens_P, slots_P, *self._packed, num_ranks)

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding and the gated MLP (spec §3).
+"""Norms, linear layers, the gated MLP and rotary embedding.
 
 Shape legend: X rows, D hidden, R rotary width of a head.
 """
@@ -22,18 +22,20 @@ from tandem.model.kernels.base import (
 
 
 class KernelModule(nn.Module):
-    """A module that computes with ``kernels``, which it gets by ``adopt`` before its first use."""
+    """Module that computes with ``kernels``, set by ``process_weights_after_loading``."""
 
     kernels: Kernels
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
-        """Its weights are loaded: pack them."""
+        """Keep ``kernels`` and pack the loaded weights for them."""
         self.kernels = kernels
 
 
 def process_weights_after_loading(module: nn.Module, kernels: Kernels) -> None:
-    """Every part of ``module`` does. An outer one may merge the weights of inner ones, which it
-    then drops."""
+    """Process the weights of ``module`` and its descendants, parents first.
+
+    A parent may merge the weights of its children and delete these children.
+    """
     if isinstance(module, KernelModule):
         module.process_weights_after_loading(kernels)
     for child in list(module.children()):
@@ -50,15 +52,17 @@ class RMSNorm(KernelModule):
         return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, branch: BranchOutput | None) -> tuple[Tensor, Tensor]:
-        """The sum of both, and its norm."""
+        """Return ``x + branch`` and the norm of this sum. Without ``branch`` the sum is ``x``."""
         if branch is None:
             return x, self(x)
         return self.kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
 class Matrices(KernelModule):
-    """Weights [..., M, K] as they are loaded. ``num_parts`` matrices of the checkpoint lie below
-    each other in one of them."""
+    """Weights [..., M, K] in the format of the checkpoint.
+
+    Each matrix consists of ``num_parts`` matrices of the checkpoint, concatenated along M.
+    """
 
     def __init__(self, *shape: int, num_parts: int = 1) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ class Matrices(KernelModule):
         self.weight = nn.Parameter(torch.empty(shape), requires_grad=False)
 
     def keep_fp8(self) -> None:
-        """Before they are loaded: weights stay FP8, with a factor for each block (spec §6)."""
+        """Load the weights as FP8 with block scales. Must be called before loading."""
         fp8 = self.weight.to(torch.float8_e4m3fn)
         self.weight = nn.Parameter(fp8, requires_grad=False)
         *num, rows, columns = fp8.shape
@@ -75,15 +79,19 @@ class Matrices(KernelModule):
 
     @property
     def loaded_weights(self) -> Weights:
-        """As it was loaded."""
+        """The weights before packing, with scales if they are FP8."""
         if self.weight.dtype != torch.float8_e4m3fn:
             return self.weight.data
         return Fp8BlockWeight(self.weight.data, self.get_buffer("weight_scale_inv"))
 
 
 class Linear(Matrices):
-    """x [X, dim_in] times ``weight`` [dim_out, dim_in], transposed; ``packed`` is what kernels
-    read. ``may_keep_fp8``: they can read FP8 there."""
+    """Linear layer without bias, of weight [dim_out, dim_in].
+
+    Attributes:
+        packed: The weight in the format of the kernels.
+        may_keep_fp8: Whether the weight may stay FP8 if the kernels support that.
+    """
 
     def __init__(self, dim_in: int, dim_out: int, may_keep_fp8: bool = True) -> None:
         super().__init__(dim_out, dim_in)
@@ -99,7 +107,7 @@ class Linear(Matrices):
 
 
 def same_format(*weights: Weights) -> list[Any]:
-    """All of them blocks, or none: beside one that is not, others are dequantised."""
+    """Return all weights in one format: FP8 blocks are dequantised unless all weights are FP8."""
     plain = next((one for one in weights if isinstance(one, Tensor)), None)
     if plain is None:
         return list(weights)
@@ -110,14 +118,14 @@ def same_format(*weights: Weights) -> list[Any]:
 
 
 def concat_rows(first: Any, second: Any) -> Weights:
-    """Rows of both, which are `same_format`."""
+    """Concatenate two weights of the same format along their rows."""
     if isinstance(first, Tensor):
         return torch.cat((first, second))
     return Fp8BlockWeight(*map(torch.cat, zip(first, second, strict=True)))
 
 
 def as_single_expert(weights: Weights) -> Weights:
-    """One matrix as that of one expert."""
+    """Add a leading expert axis of size 1 to a dense weight."""
     return (
         weights[None]
         if isinstance(weights, Tensor)
@@ -126,7 +134,7 @@ def as_single_expert(weights: Weights) -> Weights:
 
 
 class GatedMLP(KernelModule):
-    """down(silu(gate(x)) * up(x)), x [X, D]; padding is computed like the rest."""
+    """Gated MLP, down(silu(gate(x)) * up(x)), of x [X, D]. Padding rows are computed too."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -149,7 +157,10 @@ class GatedMLP(KernelModule):
 
 
 def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -> Tensor:
-    """Frequencies [dim / 2] stretched by ``yarn.factor`` below the ramp (spec §3, YaRN)."""
+    """Scale RoPE frequencies [dim / 2] by YaRN (arXiv:2309.00071).
+
+    Low frequencies are divided by ``yarn.factor``, high ones kept, and those between interpolated.
+    """
 
     def correction(num_rotations: float) -> float:
         span = yarn.original_max_position_embeddings / (num_rotations * 2 * math.pi)
@@ -164,8 +175,7 @@ def yarn_inv_freq(inv_freq: Tensor, theta: float, dim: int, yarn: YarnScaling) -
 
 
 class Rope(nn.Module):
-    """The angles of rotary embedding, by position: cos and sin [max_position_embeddings, R/2] in
-    fp32, built on the CPU."""
+    """RoPE tables: fp32 cos and sin [max_position_embeddings, R / 2], computed on the CPU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -183,6 +193,6 @@ class Rope(nn.Module):
         self.register_buffer("sin_TR", angles.sin() * scale, persistent=False)
 
     def at(self, positions_X: Tensor) -> RopeCosSin:
-        """Positions are clamped at the table's end."""
+        """Return the angles of ``positions_X``, which are clamped to the end of the tables."""
         clamped_X = positions_X.clamp(max=self.cos_TR.shape[0] - 1)
         return self.cos_TR[clamped_X], self.sin_TR[clamped_X]

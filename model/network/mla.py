@@ -1,9 +1,10 @@
-"""Multi-head latent attention over a paged latent cache, expanded and absorbed (spec §3).
+"""Multi-head latent attention (MLA, arXiv:2405.04434) over a paged latent cache.
 
 Shape legend: X rows (B sequences times Q rows of each), D hidden, H heads, C kv_lora_rank,
 R qk_rope_head_dim, L = C + R, N qk_nope_head_dim, V v_head_dim, K qk_head_dim.
 
-Both forms read keys and values from the cache alone, after this pass's rows were written.
+Prefill uses the expanded form and decoding the absorbed one. Both first write the latents of the
+batch to the cache and then read all keys and values from there.
 """
 
 from torch import Tensor
@@ -15,14 +16,14 @@ from tandem.model.network.layers import KernelModule, Linear, RMSNorm, concat_ro
 
 
 class MLA(KernelModule):
-    """The cached entry of a token is [normed latent (C), rotated shared key (R)]."""
+    """MLA layer. The cache entry of a token is [normed latent (C), rotated shared key (R)]."""
 
     def __init__(self, config: ModelConfig, dim_in: int | None = None) -> None:
         super().__init__()
         self.config = config
         dim, num_heads = dim_in or config.hidden_size, config.num_attention_heads
         q_dim = num_heads * config.qk_head_dim
-        # Below the one that is joined to it, kv_a's blocks begin where one of FP8 does, or nowhere.
+        # kv_a is appended to the rows of q_a, so its FP8 blocks must start at a multiple of BLOCK.
         is_even = (config.q_lora_rank or q_dim) % BLOCK == 0
         if config.q_lora_rank is None:
             self.q_proj = Linear(dim, q_dim, is_even)
@@ -33,13 +34,15 @@ class MLA(KernelModule):
         self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, is_even)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.lora_norm_eps)
         kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        # Absorbed into queries it multiplies by columns, across which blocks do not scale.
+        # The absorbed form multiplies by its transpose, which the kernels cannot do with blocks.
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_fp8=False)
         self.o_proj = Linear(num_heads * config.v_head_dim, config.hidden_size)
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
-        """What reads the same input becomes one product; the absorbed form's matrices are those of
-        kv_b_proj, by head."""
+        """Fuse the query and latent down-projections, and split kv_b_proj by head.
+
+        The absorbed form uses the two halves of kv_b_proj as separate matrices.
+        """
         super().process_weights_after_loading(kernels)
         config = self.config
         name = "q_proj" if config.q_lora_rank is None else "q_a_proj"
@@ -58,7 +61,7 @@ class MLA(KernelModule):
         del self.kv_b_proj
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """Attention output [X, D]; writes this pass's latents into ``cache``."""
+        """Write the latents of the batch to ``cache`` and return the attention output [X, D]."""
         config, kernels = self.config, self.kernels
         q = self.write_cache(x_XD, batch, cache, angles)
         if config.q_lora_rank is not None:
@@ -75,7 +78,10 @@ class MLA(KernelModule):
         return self.o_proj(out_XHV.flatten(1))
 
     def write_cache(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """This pass's latents into ``cache``; what queries are made of, on the way."""
+        """Write the latents of the batch to ``cache`` and return the down-projected queries.
+
+        Without ``q_lora_rank`` these are the queries themselves.
+        """
         down = self.kernels.linear(x_XD, self._down, self._num_down)
         kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
         attn = self._attention(batch, cache, angles)

@@ -1,4 +1,4 @@
-"""Routing, and what becomes of the experts' outputs (spec §4).
+"""Mixture-of-experts layers: gate, dispatch to the routed experts, and shared experts.
 
 Shape legend: T tokens, D hidden, E routed experts, K experts per token.
 """
@@ -14,7 +14,7 @@ from tandem.model.network.layers import GatedMLP, KernelModule, Matrices
 
 
 class Gate(Matrices):
-    """Chooses experts in fp32; ties go to the lowest expert id."""
+    """Gate that chooses experts in fp32. Of equal scores it takes the lowest expert id."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config.n_routed_experts, config.hidden_size)
@@ -30,13 +30,16 @@ class Gate(Matrices):
         del self.weight
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Expert ids [T, K] int64 and their weights [T, K] fp32."""
+        """Return expert ids [T, K] int64 and their weights [T, K] fp32."""
         return self.kernels.route(x_TD, self._packed, self.e_score_correction_bias, self.routing)
 
 
 def routing_of(config: ModelConfig) -> Routing:
-    """noaux_tc adds its bias for selection only, and drops other groups altogether; DeepSeek-V2
-    lets their experts score 0."""
+    """Return the parameters of the model's gate.
+
+    With noaux_tc, the bias affects only the selection, and experts of groups that were not kept
+    cannot be chosen. In DeepSeek-V2 these experts score 0 instead.
+    """
     has_bias, is_greedy = config.topk_method == "noaux_tc", config.topk_method == "greedy"
     num_groups, num_kept = (1, 1) if is_greedy else (config.n_group, config.topk_group)
     return Routing(
@@ -50,8 +53,10 @@ def routing_of(config: ModelConfig) -> Routing:
 
 
 class MoE(KernelModule):
-    """Routed experts, which ``dispatch`` brings tokens to, plus the always-on shared experts (one
-    MLP, unscaled). ``layer`` counts MoE layers from 0 on."""
+    """MoE layer: routed experts, reached through ``dispatch``, plus unscaled shared experts.
+
+    All shared experts form one MLP. ``layer`` is the index among the MoE layers, from 0.
+    """
 
     def __init__(self, config: ModelConfig, dispatch: Dispatch, layer: int) -> None:
         super().__init__()
@@ -62,9 +67,11 @@ class MoE(KernelModule):
         self.shared_experts = GatedMLP(config.hidden_size, shared_width) if shared_width else None
 
     def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> BranchOutput:
-        """Of x [T, D], what the next norm adds; ``real_T`` is False for padding, None if there is
-        none. How outputs are summed depends on nothing but the token: the same wherever they were
-        computed."""
+        """Return the branch output for x [T, D], which the next norm adds to the residual stream.
+
+        ``real_T`` is False for padding rows, None without padding. The order in which expert
+        outputs are summed depends only on the token, not on the ranks that computed them.
+        """
         shared = self.shared_experts
         wait_for_shared = (
             None if shared is None else self.kernels.run_concurrently(lambda: shared(x_TD))

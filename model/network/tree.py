@@ -1,4 +1,4 @@
-"""Trees of drafts as tensors: who lies behind whom, how deep.
+"""Draft trees as tensors: parent, depth and ancestors of each node.
 
 Shape legend: B rows (or 1, if all have the same tree), N drafts, Q = N + 1 nodes: node 0 is the
 last known token.
@@ -13,9 +13,14 @@ from tandem.core.draft_shapes import DraftShape
 
 
 class Tree(NamedTuple):
-    """``parent_BQ`` and ``depth_BQ`` are each node's (node 0 is its own parent); bit n of
-    ``bits_BQ`` says that node n is the node itself or lies on its path. No node lies deeper than
-    ``depth``."""
+    """Draft tree of each row.
+
+    Attributes:
+        parent_BQ: Parent of each node; node 0 is its own parent.
+        depth_BQ: Depth of each node; 0 for node 0.
+        bits_BQ: Ancestor masks: bit n is set if node n is the node itself or an ancestor of it.
+        depth: Maximum depth.
+    """
 
     parent_BQ: Tensor
     depth_BQ: Tensor
@@ -28,8 +33,11 @@ class Tree(NamedTuple):
 
 
 def build_tree(parents_BN: Tensor, depth: int) -> Tree:
-    """By each draft's parent, which is an earlier node. Paths are followed in steps that double; of
-    nodes deeper than ``depth``, which nobody may accept, that is known alone."""
+    """Build the trees in which draft i has the parent ``parents_BN[:, i - 1]``, an earlier node.
+
+    Paths to the root are followed by pointer doubling. For nodes deeper than ``depth``, which are
+    never accepted, the result says only that they are too deep.
+    """
     parent_BQ = torch.cat((torch.zeros_like(parents_BN[:, :1]), parents_BN), 1)
     node_Q = torch.arange(parent_BQ.shape[1], device=parent_BQ.device)
     bits_BQ = (torch.ones_like(node_Q) << node_Q).expand_as(parent_BQ)
@@ -42,13 +50,13 @@ def build_tree(parents_BN: Tensor, depth: int) -> Tree:
 
 
 def static_tree(level: DraftShape, device: torch.device) -> Tree | None:
-    """Of a level that has one which is no chain, for one row."""
+    """Return the tree of a draft shape for one row, None for a chain or a per-step tree."""
     if level.is_chain or level.parents is None:
         return None
     return build_tree(torch.tensor([level.parents], device=device), level.depth)
 
 
 def on_path(bits_BX: Tensor, num_nodes: int) -> Tensor:
-    """Whether each of drafts 1 .. is among ``bits``: bool [B, X, N]."""
+    """Return whether the bit of each draft 1 .. N is set in ``bits_BX``: bool [B, X, N]."""
     node_N = torch.arange(1, num_nodes + 1, device=bits_BX.device)
     return (bits_BX.unsqueeze(-1) >> node_N) & 1 == 1

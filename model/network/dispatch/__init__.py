@@ -1,4 +1,4 @@
-"""Ways for tokens to reach their experts, each in a file of its own."""
+"""Expert parallelism: how tokens reach the ranks that hold their experts, one method per file."""
 
 import torch
 
@@ -16,7 +16,7 @@ ALL_TO_ALL = "all_to_all"
 def create_dispatch(
     config: ModelConfig, section: RankConfig, kind: str, rank: int, placement: Placement | None
 ) -> Dispatch:
-    """For rank ``rank`` of a gang whose experts lie as ``placement`` says, None of plain order.
+    """Create the dispatch of one rank of a gang. Without ``placement`` experts are in order.
 
     Raises ValueError if the experts cannot be spread evenly.
     """

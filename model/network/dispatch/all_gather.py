@@ -1,7 +1,7 @@
-"""All tokens go to all ranks; outputs go back to their owners.
+"""Dispatch by all-gather: every rank receives all tokens and returns outputs to their ranks.
 
-Two collectives a layer. With few ranks a token's experts lie on most of them anyway; and every rank
-knows by then what everyone sent, so nothing has to be counted first.
+Takes two collectives per layer. With few ranks most ranks hold an expert of each token anyway.
+Every rank knows the tokens of all others, so no counts have to be exchanged.
 Shape legend: T tokens of each rank, N = R * T, K experts per token, D hidden, R ranks.
 """
 
@@ -18,9 +18,12 @@ from tandem.model.network.experts import Experts
 
 
 class AllGatherDispatch(ExpertParallelDispatch):
-    """``is_static``: what goes back is padded to K outputs for each token of each rank, so that no
-    shape depends on the routing and nothing waits for the host (CUDA graphs). Else only what was
-    computed goes back."""
+    """Dispatch by all-gather.
+
+    With ``is_static`` every rank returns K outputs for each token, computed or not. No shape
+    depends on the routing then and the host never waits, as CUDA graphs need. Otherwise ranks
+    return only the outputs they computed.
+    """
 
     def __init__(
         self, placement: Placement, rank: int, device: torch.device, is_static: bool
@@ -50,6 +53,6 @@ class AllGatherDispatch(ExpertParallelDispatch):
         back = self.group.all_to_all(out_PD).view(-1, num_tokens * num_per_token, x_TD.shape[1])
         owner_Q = (slots_TK // self.num_slots).flatten()
         out_QD = back[owner_Q.clamp(min=0), torch.arange(len(owner_Q), device=x_TD.device)]
-        # What nobody computed is whatever was in memory.
+        # Outputs of padding are uninitialised memory.
         out_QD = out_QD.where((owner_Q >= 0).unsqueeze(1), 0)
         return out_QD.view(*slots_TK.shape, x_TD.shape[1])

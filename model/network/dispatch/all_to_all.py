@@ -1,8 +1,8 @@
-"""A token goes once to each rank that holds some of its experts.
+"""Dispatch by all-to-all: a token is sent once to each rank that holds some of its experts.
 
-Three collectives a layer, the first of which says how many tokens will come, and the host waits
-for it. Ranks may bring different numbers of tokens.
-Shape legend: T tokens of this rank, N that come here, K experts per token, D hidden, R ranks.
+Takes three collectives per layer. The first exchanges token counts, and the host waits for it.
+Ranks may have different numbers of tokens.
+Shape legend: T tokens of this rank, N received tokens, K experts per token, D hidden, R ranks.
 """
 
 import torch

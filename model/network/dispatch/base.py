@@ -1,8 +1,8 @@
-"""Between gate and experts: tokens go to the ranks that hold the experts they chose, and come back
-once for each.
+"""Interface of expert dispatch, and its implementation for a single rank.
 
-How the outputs of a token's experts are summed is the token's own rank's business
-(model/network/moe.py), so neither the number of ranks nor replicas of experts change a sum.
+A dispatch sends tokens to the ranks of their experts and returns one output for each expert.
+The token's own rank sums these (model/network/moe.py). Therefore neither the number of ranks nor
+replicas of experts change a sum.
 Shape legend: T tokens of this rank, K experts per token, D hidden, R ranks.
 """
 
@@ -16,28 +16,34 @@ from tandem.model.network.experts import Experts
 
 
 class CollectiveGroup(Protocol):
-    """What all ranks of a gang call in the same order (runtime/gang/collectives.py)."""
+    """Collectives of a gang (runtime/gang/collectives.py). All ranks call them in one order."""
 
     rank: int
     num_ranks: int
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's ``x``, of one shape everywhere: [R, *x.shape]."""
+        """Return ``x`` of every rank: [R, *x.shape]. All ranks pass the same shape."""
 
     def all_to_all(
         self, x: Tensor, num_sent: Sequence[int] = (), num_received: Sequence[int] = ()
     ) -> Tensor:
-        """Rows of ``x`` to every rank, in the order of ranks, and those received; so many each, or
-        as many to all if nothing is said."""
+        """Send rows of ``x`` to every rank and return the received rows, both in rank order.
+
+        ``num_sent`` and ``num_received`` are rows per rank. Empty: the same number for all ranks.
+        """
 
 
 class Dispatch:
-    """Of one rank, for all its MoE layers. Here every expert is its own and nothing travels; ranks
-    of a gang override it (spread.py).
+    """Expert dispatch of one rank, for all MoE layers.
 
-    ``pads_tokens``: every rank brings equally many tokens. ``counts``: whose rows are computed from
-    now on belong to somebody. ``eager_reason`` says why a function that goes through it has to be
-    called in Python each time, if so. ``placement`` is where the experts lie; None if all are here.
+    This class is for a single rank that holds all experts and sends nothing. Gangs use subclasses
+    (expert_parallel.py).
+
+    Attributes:
+        pads_tokens: Whether all ranks must have the same number of tokens.
+        eager_reason: Why functions that use this dispatch cannot be captured, "" if they can.
+        is_counting: Whether computed rows count in the statistics. False in warm-up steps.
+        placement: Experts of each rank, None if this rank holds all.
     """
 
     pads_tokens = True
@@ -49,25 +55,27 @@ class Dispatch:
         self._all = tuple(range(num_experts))
 
     def local_experts(self, layer: int) -> tuple[int, ...]:
-        """The routed experts that this rank holds of a MoE layer, one per slot."""
+        """Return the routed experts of a MoE layer that this rank holds, one per slot."""
         return self._all
 
     def set_group(self, group: CollectiveGroup | None) -> None:
-        """A life of the gang has begun, whose collectives these are."""
+        """Use the collectives of a new epoch of the gang, None at its end."""
         assert group is None, "there is nobody to join"
 
     def num_sent_rows(self) -> list[list[int]]:
-        """Real rows that this rank has sent to each expert of each layer; waits for the device."""
+        """Return the real rows sent to each expert, by layer and expert; waits for the device."""
         return []
 
     def num_computed_rows(self) -> list[int]:
-        """Rows that the experts here have computed, by layer; waits for the device."""
+        """Return the rows computed by this rank's experts, by layer; waits for the device."""
         return []
 
     def run_experts(
         self, layer: int, experts: Experts, x_TD: Tensor, ids_TK: Tensor, real_T: Tensor | None
     ) -> Tensor:
-        """What each token's experts make of it: [T, K, D], finite where ``real_T`` is False. Where
-        nothing travels padding is computed like everything else: that costs less than to leave it
-        out."""
+        """Return the outputs [T, K, D] of each token's experts ``ids_TK``.
+
+        Outputs of padding, where ``real_T`` is False, are finite. A single rank computes them too,
+        because skipping padding would cost more.
+        """
         return experts(x_TD, None, ids_TK.flatten()).view(*ids_TK.shape, x_TD.shape[1])

@@ -1,7 +1,7 @@
-"""What all ways of dispatch over several ranks share: where experts lie, what travels, and how.
+"""Base class of the dispatch methods for several ranks: expert slots, payloads and counts.
 
-Shape legend: T tokens of this rank, N tokens that came here, K experts per token, P (token,
-expert) pairs computed here, D hidden, R ranks, L MoE layers, E experts, C most replicas of one.
+Shape legend: T tokens of this rank, N received tokens, K experts per token, P (token, expert)
+pairs computed here, D hidden, R ranks, L MoE layers, E experts, C maximum replicas of an expert.
 """
 
 from itertools import zip_longest
@@ -14,11 +14,11 @@ from tandem.model.network.dispatch.base import CollectiveGroup, Dispatch
 from tandem.model.network.experts import Experts
 
 PADDING_SLOT = -1
-"""The slot of padding: no rank computes it."""
+"""Slot of padding tokens, which no rank computes."""
 
 
 class ExpertParallelDispatch(Dispatch):
-    """Experts lie as ``placement`` says; ``group`` belongs to the gang."""
+    """Dispatch between the ranks of a gang, whose experts are spread by ``placement``."""
 
     placement: Placement
     eager_reason = "tokens travel between ranks"
@@ -35,7 +35,7 @@ class ExpertParallelDispatch(Dispatch):
         num_experts = len(placement.expert_slots(0))
         self._sent_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
         self._computed_L = torch.zeros(len(tables), dtype=torch.int64, device=device)
-        # On the device: what is captured in a graph must not be decided on the host.
+        # Also on the device, because a captured graph cannot read a flag of the host.
         self._is_counting, self._is_counting_1 = (
             True,
             torch.ones(1, dtype=torch.int64, device=device),
@@ -69,7 +69,10 @@ class ExpertParallelDispatch(Dispatch):
         return self._group
 
     def slots(self, layer: int, ids_TK: Tensor, real_T: Tensor | None) -> Tensor:
-        """The slots [T, K] of chosen experts, NOWHERE for padding; replicas take turns."""
+        """Return slots [T, K] of the chosen experts, PADDING_SLOT for padding, and count the rows.
+
+        Successive tokens use the replicas of an expert in turn.
+        """
         turns_T1 = torch.arange(self._rank, self._rank + len(ids_TK), device=ids_TK.device)[:, None]
         slots_TK = self._slots[layer][ids_TK, turns_T1 % self._num[layer][ids_TK]]
         real_TK = torch.ones_like(ids_TK)
@@ -81,7 +84,10 @@ class ExpertParallelDispatch(Dispatch):
         return slots_TK
 
     def local_slots(self, layer: int, slots_NK: Tensor) -> Tensor:
-        """Slots of this rank from 0 on, ``num_slots`` for those of others. The rows are counted."""
+        """Return slots relative to this rank's first, ``num_slots`` for those of other ranks.
+
+        Counts the rows of this rank.
+        """
         mine_NK = slots_NK - self._rank * self.num_slots
         is_mine = (mine_NK >= 0) & (mine_NK < self.num_slots)
         self._computed_L[layer] += is_mine.sum() * self._is_counting_1[0]
@@ -96,11 +102,21 @@ class ExpertParallelDispatch(Dispatch):
         x_TD: Tensor,
         slots_TK: Tensor,
     ) -> Tensor:
-        """What came here is computed and goes back to whom it came from, ``num_from_R`` tokens
-        each: the outputs [T, K, D] for this rank's own tokens, zeros for padding.
+        """Run the experts on the received tokens and return the outputs to the sending ranks.
 
-        Both ends order pairs by token, then by place, so counts are all that has to be known, and
-        these follow from the slots: the host waits for them.
+        Sender and receiver order pairs by token, then by position in K. Each can thus derive the
+        counts from the slots. The host waits for these counts.
+
+        Args:
+            layer: Index among the MoE layers.
+            experts: The layer's experts on this rank.
+            payload_NB: Received tokens and slots (``pack_payload``).
+            num_from_R: Number of tokens received from each rank.
+            x_TD: Tokens of this rank.
+            slots_TK: Slots of this rank's tokens.
+
+        Returns:
+            Outputs [T, K, D] of this rank's tokens, zeros for padding.
         """
         x_ND, slots_NK = unpack_payload(payload_NB, x_TD, slots_TK.shape[1])
         local_NK = self.local_slots(layer, slots_NK)
@@ -117,14 +133,14 @@ class ExpertParallelDispatch(Dispatch):
 
 
 def pack_payload(x_TD: Tensor, slots_TK: Tensor) -> Tensor:
-    """Tokens and where they go as bytes [T, B], so that both travel at once."""
+    """Pack tokens and their slots as bytes [T, B], so that one collective sends both."""
     return torch.cat((x_TD.view(torch.uint8), slots_TK.int().view(torch.uint8)), 1)
 
 
 def unpack_payload(
     payload_NB: Tensor, like_TD: Tensor, num_per_token: int
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [N, D] and slots [N, K]."""
+    """Unpack tokens [N, D] and slots [N, K]."""
     num_bytes = payload_NB.shape[1] - 4 * num_per_token
     x_NB, slots_NB = payload_NB.split([num_bytes, 4 * num_per_token], 1)
     slots_NK = slots_NB.contiguous().view(torch.int32).long()
@@ -132,6 +148,6 @@ def unpack_payload(
 
 
 def _replicas(slots_of: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor]:
-    """Each expert's slots [E, C], filled up, and how many they are [E]."""
+    """Return the slots of each expert [E, C], padded, and the number of its slots [E]."""
     table = torch.tensor(list(zip_longest(*slots_of, fillvalue=0))).T.contiguous()
     return table, torch.tensor([len(slots) for slots in slots_of])
