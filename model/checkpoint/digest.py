@@ -1,9 +1,9 @@
 """Digest of a checkpoint: two folders with the same digest hold the same model.
 
-It covers what config.json says, and of each file its safetensors header (names, dtypes,
-shapes and places of all tensors) and sampled pages: at least one of each file and of each tensor
-outside the routed experts. The names and the order of files do not matter, nor does the dtype that
-a rank computes in.
+The digest covers config.json, and for each file its safetensors header and sampled pages. The
+header has names, dtypes, shapes and offsets of all tensors. At least one page of each file and of
+each tensor outside the routed experts is sampled. Names and order of files do not matter, nor does
+the dtype that a rank computes in.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from tandem.model.checkpoint.headers import Header, header_of
 
 PAGE_BYTES = 4096
 NUM_EXPERT_PAGES = 8
-"""Minimum number of tensors of routed experts that are sampled in a file, if it has as many."""
+"""Minimum number of routed-expert tensors sampled per file; all of them if a file has fewer."""
 
 
 def checkpoint_digest(
@@ -28,10 +28,10 @@ def checkpoint_digest(
     Args:
         config: The parsed config.json of the folder.
         files: All files that hold weights, by name.
-        file_of: For each tensor the name of the file that it is loaded from.
+        file_of: Name of the file that each tensor is loaded from.
 
     Raises:
-        ValueError: A file is no safetensors file, or not whole.
+        ValueError: A file is not a safetensors file, or is incomplete.
     """
     digests = {name: file_digest(file) for name, file in files.items()}
     tensors = sorted((tensor, digests[name]) for tensor, name in file_of.items())
@@ -40,8 +40,10 @@ def checkpoint_digest(
 
 
 def file_digest(file: BinaryIO) -> str:
-    """Return a digest of the header, which says the size, and of sampled pages of a safetensors
-    file. Raises ValueError as ``header_of`` does."""
+    """Return a digest of the header and the sampled pages of a safetensors file.
+
+    The header states the file's size. Raises ValueError in the cases of ``header_of``.
+    """
     header = header_of(file)
     start = file.tell()
     file.seek(0)
@@ -61,6 +63,6 @@ def _pages(header: Header) -> list[tuple[int, int]]:
 
 
 def _middle(lo: int, hi: int) -> tuple[int, int]:
-    """Return the page in the middle of a tensor that lies between two offsets."""
+    """Return offset and size of the middle page of a tensor between two offsets."""
     start = max(lo, (lo + hi - PAGE_BYTES) // 2)
     return start, max(0, min(PAGE_BYTES, hi - start))

@@ -1,4 +1,4 @@
-"""The tokens that end an answer, from whichever file of a checkpoint names them."""
+"""End-of-sequence tokens, from any file of a checkpoint that names them."""
 
 import logging
 from collections.abc import Iterable
@@ -13,8 +13,11 @@ _BY_TEXT = ("tokenizer_config.json", "special_tokens_map.json")
 
 
 def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
-    """Return the ids of config.json and generation_config.json; if none of them is in the
-    vocabulary, that of the text in tokenizer_config.json or special_tokens_map.json."""
+    """Return the end-of-sequence ids of config.json and generation_config.json.
+
+    If none of them is in the vocabulary, return the ids of the texts in tokenizer_config.json and
+    special_tokens_map.json.
+    """
     generation, size = read_json(folder / "generation_config.json"), config.get("vocab_size")
     values = config.get("eos_token_id"), generation.get("eos_token_id")
     ids = usable_ids(values, size, folder) or usable_ids(_ids_of_texts(folder), size, folder)
@@ -24,8 +27,10 @@ def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
 
 
 def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[Any]:
-    """Return the ids in ``values``, each of which is one, a list or None, once each. Those beyond
-    the vocabulary are dropped with a warning."""
+    """Return the distinct ids in ``values``, each of which is an id, a list of ids or None.
+
+    Ids outside the vocabulary are dropped with a warning.
+    """
     lists = [value if isinstance(value, list) else [value] for value in values]
     ids = [one for listed in lists for one in listed if one is not None]
     are_numbers = type(vocab_size) is int and all(type(one) is int for one in ids)

@@ -1,4 +1,4 @@
-"""Which file of a checkpoint holds which tensor (spec §2). Nothing is read but headers."""
+"""Files of a checkpoint: an index of its tensors from the files' headers, and reading tensors."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -19,10 +19,10 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 class CheckpointFiles(ExitStack):
-    """Tensors by name, read one at a time. Use as a context manager; it owns the open files.
+    """The tensors of a checkpoint, read by name. A context manager that owns the open files.
 
-    Reading reports its progress to ``on_start`` (core/progress.py): the share of the checkpoint's
-    bytes that have been read, from 0 to 1.
+    Each read reports progress to ``on_startup_progress`` (core/progress.py): the share of the
+    checkpoint's bytes read so far, from 0 to 1.
     """
 
     def __init__(self, path: Path) -> None:
@@ -46,27 +46,27 @@ class CheckpointFiles(ExitStack):
         return name in self._file_of
 
     def digest(self, config: ModelConfig) -> str:
-        """Return the digest of the files that ``read`` reads. Raises ValueError if one is none."""
+        """Return the digest of the files that ``read`` uses. Raises ValueError if one is invalid."""
         return checkpoint_digest(config, self._files, self._file_of)
 
     def path_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the path of the file that holds a tensor."""
         return self.path / self._file_of[name]
 
     def is_fp8(self, name: str) -> bool:
-        """Whether there is such a tensor, of float8_e4m3fn."""
+        """Return whether a tensor of this name exists and is float8_e4m3fn."""
         return name in self._header and self._header[name]["dtype"] == "F8_E4M3"
 
     def names(self) -> Iterator[str]:
-        """Every tensor's name, file by file, so that each file is read in one go."""
+        """Return all tensor names, sorted by file so that each file is read sequentially."""
         return iter(sorted(self._file_of, key=lambda name: (self._file_of[name], name)))
 
     def read(self, name: str) -> Tensor:
-        """Raises ValueError naming tensor and file when it cannot be read."""
+        """Read a tensor. Raises ValueError naming tensor and file if it cannot be read."""
         file = self._file_of[name]
         try:
             if file not in self._open:
-                # By its descriptor: the path may lead to another file by now.
+                # Opened through its descriptor, because the path may point to another file since.
                 opened = safe_open(f"/proc/self/fd/{self._files[file].fileno()}", framework="pt")
                 self._open[file] = self.enter_context(opened)
             tensor = self._open[file].get_tensor(name)
@@ -80,11 +80,10 @@ class CheckpointFiles(ExitStack):
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Return for each file of the checkpoint in ``path`` the header of those of its tensors that
-    are the checkpoint's: the index decides, and without one there is a single file.
+    """Return the header of each file of the checkpoint in ``path``, with the indexed tensors only.
 
-    Raises ValueError naming the file, and the tensor, for files that are missing, not whole or not
-    as the index says.
+    Without an index, the checkpoint must be a single file. Raises ValueError naming file and tensor
+    if a file is missing, incomplete or inconsistent with the index.
     """
     index = path / INDEX
     if not index.is_file():
@@ -109,7 +108,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def _single(path: Path) -> Path:
-    """Return the only file of weights, whatever its name is."""
+    """Return the only weight file of the folder, under any name."""
     files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:5]) or "no .safetensors file at all"
@@ -118,9 +117,10 @@ def _single(path: Path) -> Path:
 
 
 def dequantise(weight: Tensor, scale_inv: Tensor, block: tuple[int, int]) -> Tensor:
-    """FP8 weight [out, in] times its block scales, in fp32 (spec §6).
+    """Multiply an FP8 weight [out, in] by its block scales, in fp32.
 
-    ``scale_inv`` is [ceil(out / block[0]), ceil(in / block[1])]: ragged edges share a scale.
+    ``scale_inv`` is [ceil(out / block[0]), ceil(in / block[1])]. Blocks at the edges may be
+    partial.
     """
     rows = torch.arange(weight.shape[0]) // block[0]
     columns = torch.arange(weight.shape[1]) // block[1]

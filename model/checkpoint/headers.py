@@ -1,7 +1,7 @@
-"""Headers of safetensors files: which tensors a file holds, and whether all of it is there.
+"""Headers of safetensors files: the tensors of a file, and a check of the file's size.
 
-A file is 8 bytes with the size of the header, the header, which is JSON, and the tensors' bytes.
-This module imports no torch: a gateway checks a checkpoint with it.
+A file has 8 bytes with the size of the header, the header in JSON, and the tensors' bytes.
+This module imports no torch, because gateways use it to check checkpoints.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any, BinaryIO
 
 Header = dict[str, dict[str, Any]]
 MAX_HEADER_BYTES = 100_000_000
-"""Bound of the safetensors format itself."""
+"""Maximum header size in bytes that the safetensors format allows."""
 _LFS = b"version "
-"""The first 8 bytes of a pointer."""
+"""First 8 bytes of a Git LFS pointer."""
 
 
 def read_header(path: Path) -> Header:
@@ -26,11 +26,10 @@ def read_header(path: Path) -> Header:
 
 
 def header_of(file: BinaryIO) -> Header:
-    """Return dtype, shape and place of each tensor by its name, and leave the file where its
-    tensors begin.
+    """Return dtype, shape and offsets of each tensor by name.
 
-    Raises ValueError naming the file if it is a pointer of Git LFS, is no safetensors file, or is
-    shorter or longer than its header says.
+    Leaves the file position at the start of the tensors' bytes. Raises ValueError naming the file
+    if it is a Git LFS pointer, not a safetensors file, or not of the size that its header states.
     """
     size = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -1,5 +1,6 @@
-"""Rows held as dataclasses of tensors, nested ones too: pick some, write some, copy them between
-host and device. The first axis of every tensor is the row; what is no tensor stays as it is.
+"""Operations on rows that are stored as (nested) dataclasses of tensors.
+
+The first axis of every tensor is the row. Fields that are not tensors are left unchanged.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,10 @@ _ALIGNMENT = 8
 
 
 def map_tensors(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Rows:
-    """``rows`` with every tensor replaced by ``function`` of it and of those in its place in
-    ``others``."""
+    """Return ``rows`` with each tensor replaced by ``function(tensor, *tensors)``.
+
+    ``tensors`` are the tensors of the same field in ``others``.
+    """
     made: Any = rows
     if isinstance(rows, Tensor):
         made = function(rows, *others)
@@ -28,18 +31,21 @@ def map_tensors(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Ro
 
 
 def select_rows(rows: Rows, index_B: Tensor) -> Rows:
-    """The rows of ``index_B``, in its order."""
+    """Return the rows ``index_B``, in this order."""
     return map_tensors(lambda tensor: tensor.index_select(0, index_B), rows)
 
 
 def write_rows(table: Rows, index_B: Tensor, rows: Rows) -> None:
-    """Put ``rows`` at ``index_B`` of ``table``, in place."""
+    """Write ``rows`` to the rows ``index_B`` of ``table``, in place."""
     map_tensors(lambda held, new: held.index_copy_(0, index_B, new), table, rows)
 
 
 def upload(rows: Rows, device: torch.device) -> Rows:
-    """Host tensors on ``device``, in one copy from pinned memory: for any other the host would
-    wait for all that was launched before. Tensors of the device stay."""
+    """Copy all host tensors to ``device`` in one asynchronous copy from pinned memory.
+
+    A copy from pageable memory would make the host wait for all earlier launches. Tensors that are
+    on the device already are returned as they are.
+    """
     if device.type == "cpu":
         return rows
     waiting = [tensor for tensor in list_tensors(rows) if tensor.device.type == "cpu"]
@@ -57,12 +63,12 @@ def upload(rows: Rows, device: torch.device) -> Rows:
 
 
 def download(rows: Rows) -> Rows:
-    """A copy on the host, complete once the device has come this far."""
+    """Copy all tensors to the host. The copy is valid after the device has executed it."""
     return map_tensors(_to_host, rows)
 
 
 def list_tensors(rows: object) -> list[Tensor]:
-    """In the order of the fields."""
+    """Return all tensors, in the order of the fields."""
     if isinstance(rows, Tensor):
         return [rows]
     parts = [getattr(rows, field.name) for field in fields(rows)] if is_dataclass(rows) else []

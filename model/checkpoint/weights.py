@@ -1,8 +1,8 @@
-"""Checkpoint tensors into modules that were built on the meta device (spec §2, §6).
+"""Loads checkpoint tensors into modules that were built on the meta device.
 
-One tensor is in memory beside the weights at any time. Parameters carry the checkpoint's names,
-less a prefix where a module is a part of it; only routed experts are fused, so each of theirs is
-a slice of one parameter. Those that other ranks of the gang hold are not read.
+Besides the weights, only one tensor is in memory at a time. Parameters have the names of the
+checkpoint, without a prefix if the module is a part of the model. Routed experts are the exception:
+each is a slice of a fused parameter. Experts of other ranks are not read.
 """
 
 import logging
@@ -28,15 +28,22 @@ _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 _SCALE = "_scale_inv"
 _DERIVED = "rotary_emb.inv_freq"
 _UNUSED = (".input_scale", ".k_scale", ".prob_scale", ".q_scale", ".v_scale")
-"""Ends of names of scales for activations and caches in FP8, which Tandem scales itself or has
-not."""
+"""Suffixes of tensors with static scales of FP8 activations and caches. Tandem quantises
+activations dynamically and has no FP8 caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """Open files and what their weights become: parameters of ``dtype`` on ``device``, but for
-    FP8 matrices, if these ``keep_fp8``. A rank that never ``drafts`` writes cache entries of the
-    MTP layer and has no use for its experts. ``ignored_keys`` is ``model.ignore_config_keys``."""
+    """Open files of a checkpoint, and how to load them.
+
+    Attributes:
+        dtype: Dtype of parameters.
+        device: Device of parameters.
+        keep_fp8: FP8 matrices stay FP8 where the kernels can read them.
+        may_draft: False on prefill ranks. They only write cache entries of MTP layers, for which
+            they need no experts.
+        ignored_keys: ``model.ignore_config_keys``.
+    """
 
     files: CheckpointFiles
     config: ModelConfig
@@ -48,13 +55,16 @@ class Checkpoint:
 
 
 def mtp_prefix(config: ModelConfig, number: int) -> str:
-    """What the names of an MTP layer begin with."""
+    """Return the prefix of the tensor names of MTP layer ``number``, counted from 0."""
     return f"model.layers.{config.num_hidden_layers + number}."
 
 
 def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
-    """MTP layers that the checkpoint really holds: re-quantised copies often drop them while
-    config.json still promises some. Raises ValueError if it holds some of them."""
+    """Return the number of MTP layers in the checkpoint's files: all that config.json states, or 0.
+
+    Re-quantised copies often lack the layers while config.json still has their number. Raises
+    ValueError if only some of them are missing.
+    """
     promised = config.num_nextn_predict_layers
     names = [f"{mtp_prefix(config, number)}eh_proj.weight" for number in range(promised)]
     missing = [name for name in names if name not in files]
@@ -67,7 +77,10 @@ def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
 
 
 def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
-    """The model alone: every tensor but those of MTP layers. Raises as load_weights does."""
+    """Load the main model: all tensors except those of MTP layers.
+
+    Raises ValueError in the cases of ``load_weights``.
+    """
     unused = [name for name in checkpoint.files.names() if name.endswith(_UNUSED)]
     if unused:
         log.info("%d scales are not used, such as %s", len(unused), unused[0])
@@ -82,8 +95,11 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
 
 
 def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole: bool) -> None:
-    """Fill an MTP layer; its copies of embedding and head are not read, nor are experts if it is
-    not to be whole. Raises as load_weights does."""
+    """Load an MTP layer, without its copies of embedding and head.
+
+    Unless ``is_whole``, the layer's MLP is deleted and its experts are not read. Raises ValueError
+    in the cases of ``load_weights``.
+    """
     prefix = mtp_prefix(checkpoint.config, number)
     own_names = (name for name in checkpoint.files.names() if name.startswith(prefix))
     own_names = (
@@ -100,12 +116,11 @@ def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole:
 def load_weights(
     module: nn.Module, names: Iterable[str], checkpoint: Checkpoint, prefix: str = ""
 ) -> None:
-    """Fill every parameter and buffer of ``module`` from the tensors ``names``; the module's own
-    names are without ``prefix``.
+    """Load every parameter and buffer of ``module`` from the tensors ``names``.
 
-    Parameters get the checkpoint's dtype, buffers (the routing bias) keep theirs. Raises
-    ValueError naming tensor, file and both shapes for anything missing, unknown, misshapen or
-    unreadable.
+    The names in the module lack ``prefix``. Parameters get ``checkpoint.dtype``; buffers (the
+    routing bias) keep their dtype. Raises ValueError if a tensor is missing, unknown, unreadable or
+    of the wrong shape; the message names tensor, file and both shapes.
     """
     files, config = checkpoint.files, checkpoint.config
     if checkpoint.keep_fp8:
@@ -137,8 +152,11 @@ def load_weights(
 
 
 def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
-    """Before it is loaded: matrices that are FP8 stay so, where that can be read; routed experts
-    do if any of them is."""
+    """Make matrices that are FP8 in the checkpoint stay FP8. Must be called before loading.
+
+    Layers without ``may_keep_fp8`` are skipped. The routed experts of a layer stay FP8 if any of
+    them is.
+    """
     for name, part in module.named_modules():
         if isinstance(part, Experts):
             weights = [f"{name}.{expert}.gate_proj.weight" for expert in part.expert_ids]
@@ -149,8 +167,10 @@ def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
 
 
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Names in the checkpoint and their places in a parameter: experts' matrices lie apart, and a
-    replica's is one that has been there already."""
+    """Yield the checkpoint's name and the slice of ``tensor`` for each tensor that fills it.
+
+    A fused parameter of experts has several. Replicas of an expert yield the same name again.
+    """
     owner, _, leaf = name.rpartition(".")
     path, _, fused = owner.rpartition(".")
     experts = module.get_submodule(path)
@@ -164,7 +184,7 @@ def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
 
 
 def _is_elsewhere(name: str, config: ModelConfig) -> bool:
-    """Whether it is of an expert that some rank holds."""
+    """Return whether a tensor belongs to a routed expert, which another rank may hold."""
     match = _EXPERT.search(name)
     return match is not None and int(match[1]) < config.n_routed_experts
 
@@ -187,7 +207,7 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
 def _dequantised(
     files: CheckpointFiles, name: str, tensor: Tensor, fp8: Fp8Blocks | None
 ) -> Tensor:
-    """``tensor``, dequantised if it is FP8; its scale may lie in another file."""
+    """Return ``tensor``, dequantised if it is FP8. Its scale may be in another file."""
     if tensor.is_floating_point() and tensor.element_size() > 1:
         return tensor
     if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
@@ -213,7 +233,7 @@ def _dequantised(
 
 
 def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Memory for what is still on the meta device, by name."""
+    """Allocate parameters and buffers that are on the meta device, and return them by name."""
     slots = {}
     for name, meta in [*module.named_parameters(), *module.named_buffers()]:
         if meta.is_meta:

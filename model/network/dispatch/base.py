@@ -42,7 +42,7 @@ class Dispatch:
     Attributes:
         pads_tokens: Whether all ranks must have the same number of tokens.
         eager_reason: Why functions that use this dispatch cannot be captured, "" if they can.
-        is_counting: Whether computed rows count in the statistics. False in warm-up steps.
+        is_counting: Whether rows count in the statistics. False for captures and profiling.
         placement: Experts of each rank, None if this rank holds all.
     """
 
@@ -59,7 +59,7 @@ class Dispatch:
         return self._all
 
     def set_group(self, group: CollectiveGroup | None) -> None:
-        """Use the collectives of a new epoch of the gang, None at its end."""
+        """Use the collectives of a new epoch of the gang, None in a gang of one rank."""
         assert group is None, "there is nobody to join"
 
     def num_sent_rows(self) -> list[list[int]]:
