@@ -46,7 +46,7 @@ class CheckpointFiles(ExitStack):
         return name in self._file_of
 
     def digest(self, config: ModelConfig) -> str:
-        """Return the digest of the files that ``read`` uses. Raises ValueError if one is invalid."""
+        """Return the digest of the files that ``read`` uses. Raises ValueError for invalid ones."""
         return checkpoint_digest(config, self._files, self._file_of)
 
     def path_of(self, name: str) -> Path:

@@ -1,4 +1,4 @@
-"""What a step computes, by kind of device: an interface (base.py), a file per implementation."""
+"""Kernels of the forward pass: an interface (base.py), and one file per implementation."""
 
 import logging
 import os
@@ -12,16 +12,22 @@ from tandem.model.kernels.base import TORCH_KERNELS, Kernels
 
 log = logging.getLogger(__name__)
 HOPPER = 9
-"""The compute capability that kernels for GPUs are made for: elsewhere some would not fit."""
+"""Major compute capability that the GPU kernels require. On others, tiles may exceed the limits."""
 
 
 def create_kernels(
     name: str, config: ModelConfig, device: torch.device, quantises: bool = False
 ) -> Kernels:
-    """Those called ``name``; auto is what was written for the device if it can be had, else torch.
-    Where weights stay FP8 they ``quantise`` rows for products with them too (prefill), or not.
+    """Create the kernels ``name`` (``model.kernels``) for ``device``.
 
-    Raises ValueError if others are asked for by name and cannot be had.
+    Args:
+        name: "auto" selects the device's own kernels, and torch if these are unavailable.
+        config: Configuration of the model.
+        device: Device of the rank.
+        quantises: Whether products with FP8 weights quantise their inputs too (on prefill ranks).
+
+    Raises:
+        ValueError: The kernels were selected by name and are unavailable.
     """
     if name == TORCH_KERNELS.name:
         return TORCH_KERNELS
@@ -50,7 +56,7 @@ def create_kernels(
 
 
 def check_widths(config: ModelConfig, dim_multiple: int) -> None:
-    """Raises ValueError for a model that kernels with these lanes do not compute."""
+    """Raise ValueError if a width of the model is not a multiple of ``dim_multiple``."""
     widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
     if any(width % dim_multiple for width in widths):
         raise ValueError(f"they need heads and latents of a multiple of {dim_multiple} values")

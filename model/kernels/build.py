@@ -1,5 +1,7 @@
-"""Compile the C++ kernels, once for a machine; ``python -m tandem.model.kernels.build`` does it
-ahead."""
+"""Compiles the C++ kernels, once per machine.
+
+``python -m tandem.model.kernels.build`` compiles them in advance.
+"""
 
 import fcntl
 import hashlib
@@ -21,7 +23,7 @@ from tandem.core.user_cache import ensure_private_folder, read_private_file, use
 
 log = logging.getLogger(__name__)
 SOURCES = tuple(sorted(Path(__file__).with_name("cpu").glob("*.cpp")))
-# NDEBUG as torch itself was built: classes of its headers are laid out by it.
+# NDEBUG must match torch's own build, because the layout of classes in its headers depends on it.
 FLAGS = (
     *("-O3", "-DNDEBUG", "-march=native", "-std=c++20", "-pthread", "-fPIC", "-shared"),
     "-Wno-psabi",
@@ -30,15 +32,14 @@ LIBRARIES = ("-ltorch", "-ltorch_cpu", "-lc10")
 PROGRESS_INTERVAL_S = 1.0
 NOTE_BYTES = 64
 DIGEST_SUFFIX = ".sha256"
-"""Suffix of the file that holds the digest of a library."""
+"""Suffix of the file with the digest of a library."""
 
 
 def build_library() -> Path:
-    """Return the library for this source, torch, compiler and processor, and compile it first if
-    that has never been done.
+    """Return the library for this source, torch, compiler and processor; compile it if missing.
 
-    Waits for another process that is compiling the same library. Either way ``on_start``
-    (core/progress.py) gets the CPU seconds that the compiler has used.
+    Waits if another process is compiling the same library. In both cases the compiler's CPU seconds
+    are reported to ``on_startup_progress`` (core/progress.py).
 
     Raises:
         ValueError: There is no compiler, or the compiler failed; the message has its output.
@@ -58,16 +59,16 @@ def build_library() -> Path:
 
 
 def _is_intact(library: Path) -> bool:
-    """Return whether a library is this user's and has the digest that was noted beside it.
+    """Return whether a library belongs to this user and matches the digest in its digest file.
 
-    One that was cut short would end the process by SIGBUS when it is loaded.
+    Loading a truncated library would kill the process with SIGBUS.
     """
     code, noted = read_private_file(library), read_private_file(library.with_suffix(DIGEST_SUFFIX))
     return code is not None and noted == hashlib.sha256(code).hexdigest().encode()
 
 
 def _publish(made: Path, target: Path) -> None:
-    """Give a file its name when its bytes are on the disk."""
+    """Rename a file to its final name after its bytes are on disk."""
     made.chmod(0o600)
     with made.open("rb") as file:
         os.fsync(file)
@@ -83,14 +84,17 @@ def _library_key(compiler: str) -> str:
 
 
 def _cpu_features() -> str:
-    """What it can do, as far as the system tells."""
+    """Return the processor's feature flags, "" if the system does not list them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def _lock_reporting_progress(lock: IO[bytes]) -> None:
-    """Whoever holds it notes in it who that is, and how long the compiler has computed."""
+    """Acquire ``lock``, and report the holder's progress while waiting.
+
+    The holder writes its process id and the compiler's CPU seconds into the lock file.
+    """
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +132,7 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """By a process and all below it; where no kernel tells, the time of day."""
+    """Return the CPU seconds of a process and its descendants, or a clock time without /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

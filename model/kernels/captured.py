@@ -1,4 +1,4 @@
-"""Functions of tensors as CUDA graphs: what is launched once is launched again as a whole."""
+"""Tensor functions as CUDA graphs: captured once, then replayed with a single launch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,19 +11,24 @@ from tandem.core.errors import CaptureError
 from tandem.model.kernels.replayable import Function
 
 MIN_FREE_SHARE = 0.02
-"""Of the device's memory, or no program is made: steps have to run, too."""
+"""Minimum share of device memory that must be free to capture a graph; steps need the rest."""
 
 
 class Captured:
-    """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
-    call; what it returns is overwritten by the next, in the order of the device.
+    """A function as a CUDA graph, for inputs of one shape.
 
-    The first call is an eager one, in which kernels are compiled and libraries take what they
-    need; the second captures, on a ``stream`` that nothing else uses. Graphs of one ``pool`` share
-    memory, and never run side by side. Other threads may use the device meanwhile, and nothing
-    waits for what it is busy with: it may be a transfer whose other end waits for this host.
-    CaptureError if the host waits for the device, memory is short, or for any other reason that
-    leaves the device well; else what is wrong with it.
+    Besides its inputs, the function must read the same tensors in every call. The next call
+    overwrites its outputs, in stream order.
+
+    The first call runs eagerly, so that kernels are compiled and libraries are initialised. The
+    second call captures, on a ``stream`` that nothing else may use. Graphs of one ``pool`` share
+    memory and never run in parallel. Other threads may use the device during a capture. A capture
+    does not wait for their work, which may be a transfer whose peer waits for this host.
+
+    Raises:
+        CaptureError: The function waits for the device, memory is short, or capturing failed for
+            another reason that leaves the device usable. Errors of the device itself are raised
+            unchanged.
     """
 
     def __init__(self, function: Function, pool: Any, stream: Any) -> None:
@@ -60,14 +65,17 @@ class Captured:
                 self._outputs = self._function(*self._inputs)
         except Exception as error:
             self.forget()
-            sum(one.sum().item() for one in inputs)  # raises if the device answers no more
+            sum(one.sum().item() for one in inputs)  # raises if the device has failed
             raise CaptureError(f"it cannot be captured: {error}") from error
         return graph
 
 
 @contextmanager
 def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """torch.cuda.graph waits for the whole device first, and so do the caches that it empties."""
+    """Capture ``graph``. Unlike ``torch.cuda.graph``, this neither synchronises nor empties caches.
+
+    Emptying the allocator's caches would make the host wait for the device too.
+    """
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         yield
@@ -76,7 +84,10 @@ def _capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 
 def _check_free_memory() -> None:
-    """What is only kept for later is given up first, which makes the device wait."""
+    """Raise CaptureError if too little device memory is free.
+
+    Empties the allocator's cache only if needed, because that makes the host wait for the device.
+    """
     num_free, num_bytes = torch.cuda.mem_get_info()
     if num_free < MIN_FREE_SHARE * num_bytes:
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Kernels for CPUs in C++ (cpu/): fp32 and bf16 weights, any processor with AVX2 or better.
+"""Kernels for CPUs in C++ (cpu/), for fp32 and bf16 weights, on processors with AVX2 or better.
 
-A row's results are the same bits in every batch and with any number of threads.
+The results of a row are bitwise identical in every batch and with any number of threads.
 """
 
 from pathlib import Path
@@ -20,16 +20,16 @@ from tandem.model.sampling.adjust import AdjustRows
 from tandem.model.sampling.sampler import SamplingRows
 
 LANES = 16
-"""Outputs that lie side by side in packed weights, as in cpu/vectors.h."""
+"""Number of outputs that are interleaved in packed weights; equals LANES of cpu/vectors.h."""
 
 
 def _op(name: str) -> Any:
-    """Of cpu/native.cpp, called as it is; it is there once that is loaded."""
+    """Return a property for an operator of cpu/native.cpp, resolved after the library is loaded."""
     return property(lambda self: getattr(torch.ops.tandem, name).default)
 
 
 class NativeKernels(Kernels):
-    """``library`` is cpu/, compiled."""
+    """Kernels of the compiled ``library`` (build.py)."""
 
     name = "native"
     exec_mode, dim_multiple = RECORDED, LANES
@@ -50,7 +50,10 @@ class NativeKernels(Kernels):
         torch.ops.load_library(library)
 
     def use_threads(self, num_threads: int) -> None:
-        """Those of torch's own operators, which are small, would only keep cores from these."""
+        """Set the thread count of these kernels. Torch gets one thread.
+
+        Its remaining operators are small, and its threads would take cores from the kernels.
+        """
         torch.ops.tandem.use_threads.default(num_threads)
         torch.set_num_threads(1)
 
@@ -58,7 +61,7 @@ class NativeKernels(Kernels):
         return Recorded(function)
 
     def pack_experts(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """Blocks of gate and up rows take turns; their product is as wide as whole blocks."""
+        """Interleave blocks of LANES gate and up rows, and pad F to a multiple of LANES."""
         gate, up = map(self.pack, gate_up.chunk(2, 1))
         down = F.pad(down, (0, -down.shape[2] % LANES))
         return torch.stack((gate, up), 2).flatten(1, 2), torch.ops.tandem.by_lanes.default(down)

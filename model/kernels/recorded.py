@@ -1,5 +1,6 @@
-"""Functions of tensors whose operators are recorded once and then played without Python (tape.cpp):
-on CPUs what a captured graph is to a GPU. Nothing is compiled, so a new one costs one slow run.
+"""Tensor functions whose operators are recorded once and replayed without Python (cpu/tape.cpp).
+
+They are the CPU counterpart of CUDA graphs. Nothing is compiled, so recording costs one slow call.
 """
 
 from typing import Any
@@ -11,10 +12,12 @@ from tandem.model.kernels.replayable import Function
 
 
 class Recorded:
-    """``function``, for inputs of one shape. What it reads besides them is the same tensor in every
-    call; what it returns is its caller's. Needs the library of native kernels.
+    """A recorded function, for inputs of one shape. Needs the library of the native kernels.
 
-    Values may not pass through the host, and no shape may depend on them: RuntimeError."""
+    Besides its inputs, the function must read the same tensors in every call. The caller owns the
+    outputs. Raises RuntimeError if the function moves values through the host or if a shape depends
+    on values.
+    """
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -36,7 +39,7 @@ class Recorded:
 
     @property
     def operators(self) -> list[str]:
-        """The names of those that a play calls, in order."""
+        """Names of the operators that a replay calls, in order."""
         return [] if self._tape is None else list(self._tape.names())
 
     def _record(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

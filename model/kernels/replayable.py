@@ -1,4 +1,4 @@
-"""Functions of tensors that are called again and again, in whatever form a device has them."""
+"""Interface of tensor functions that are called repeatedly: eager, recorded or captured."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -6,11 +6,12 @@ from typing import Protocol
 from torch import Tensor
 
 Function = Callable[..., tuple[Tensor, ...]]
-"""Of tensors, on a way that depends on nothing but their shapes; others it may change in place."""
+"""Function of tensors whose control flow depends only on their shapes. It may change other tensors
+in place."""
 
 
 class ReplayableFunction(Protocol):
-    """A Function that is called again and again. Before it ``is_ready``, calls take longer."""
+    """A function that is called repeatedly. Calls are slower until it ``is_ready``."""
 
     @property
     def is_ready(self) -> bool: ...
@@ -18,7 +19,7 @@ class ReplayableFunction(Protocol):
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]: ...
 
     def forget(self) -> None:
-        """Let go of what was kept of earlier calls, whoever still holds this."""
+        """Release the graph and tensors of earlier calls, even if this object stays referenced."""
 
 
 class Eager:
