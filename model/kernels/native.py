@@ -20,7 +20,7 @@ from tandem.model.sampling.adjust import AdjustRows
 from tandem.model.sampling.sampler import SamplingRows
 
 LANES = 16
-"""Number of outputs that are interleaved in packed weights; equals LANES of cpu/vectors.h."""
+"""Number of outputs that are interleaved in packed weights; equals kBlock of cpu/vectors.h."""
 
 
 def _op(name: str) -> Any:

@@ -1,9 +1,8 @@
-"""Attention of decode steps over a paged latent cache: flash decoding (Dao et al. 2023) in MLA's
-absorbed form (spec §3).
+"""Absorbed MLA of decode steps over a paged latent cache, by Flash-Decoding (Dao et al., 2023).
 
-All heads and query rows of a sequence share its latents, so a program takes a block of (query,
-head) pairs and a part of the context, and reads each slot once, as key and as value. Page tables
-and lengths are read on the device; parts are merged by their log-sum-exp.
+All heads and query rows of a sequence share its latents. A program takes a block of (query, head)
+pairs and a part of the context, and reads each slot once, as key and as value. Page tables and
+lengths are read on the device. The parts of a context are merged by their log-sum-exp.
 
 Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, C latent width, R rotary
 width, M pairs of a program, S slots of a tile, P parts of the context.
@@ -20,11 +19,11 @@ from tandem.model.kernels.gpu.softmax import seen, weighed
 
 MAX_PARTS = 128
 MERGED_AT_ONCE = 4096
-"""Values of parts in a program that merges."""
+"""Number of values, over all parts, that one merging program reads."""
 MIN_SLOTS = tl.constexpr(64)
-"""Of a part that has any: what a part writes is as much as so many slots, or more."""
+"""Minimum number of slots in a non-empty part. Its result is at least as large as 64 slots."""
 CHECKED_AT_ONCE = tl.constexpr(16)
-"""Slots whose entries are looked through together."""
+"""Number of slots that are checked for non-finite values at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,8 +34,10 @@ def attend(
     context_lens_BQ: Tensor,
     num_processors: int,
 ) -> Tensor:
-    """What absorbed queries attend to: [X, H, C]. ``pe`` is not rotated yet. Contexts are split
-    until ``num_processors`` have work, into as many parts whatever they are."""
+    """Attend with absorbed queries: [X, H, C]. The rotary part ``pe_XHR`` is rotated here.
+
+    All contexts are split into the same number of parts, enough to occupy ``num_processors``.
+    """
     num_rows, num_heads, width = q_XHC.shape
     (num_seqs, num_q), num_pe = context_lens_BQ.shape, pe_XHR.shape[2]
     lens = context_lens_BQ.contiguous()
@@ -47,7 +48,7 @@ def attend(
     at_once = num_processors * (1 if block_m == 64 else 2)
     wanted = max(1, at_once // (num_seqs * num_blocks))
     num_parts = min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
-    # What only one part makes is whole.
+    # A single part needs no merge, so it is stored in the output's dtype.
     kind = q_XHC.dtype if num_parts == 1 else torch.float32
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=kind)
     lse = q_XHC.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
@@ -76,13 +77,15 @@ def attend(
 
 
 def _tail(num_q: int, is_tree: bool) -> int:
-    """Slots behind the shortest context of a sequence that some of its queries may see and others
-    not, filled up."""
+    """Return the number of slots that only some queries of a sequence see, rounded up.
+
+    They follow the shortest context among its queries.
+    """
     return 64 if is_tree else triton.cdiv(num_q - 1, CHECKED_AT_ONCE.value) * CHECKED_AT_ONCE.value
 
 
 def merged(part_XHPC: Tensor, lse_XHP: Tensor, dtype: torch.dtype) -> Tensor:
-    """Parts of the context by their log-sum-exp: [X, H, C]."""
+    """Merge the parts of each context by their log-sum-exp: [X, H, C]."""
     num_rows, num_heads, num_parts, width = part_XHPC.shape
     out_XHC = torch.empty(num_rows, num_heads, width, dtype=dtype, device=part_XHPC.device)
     block_p, block_c = triton.next_power_of_2(num_parts), triton.next_power_of_2(width)
@@ -135,7 +138,7 @@ def _attend(
     head_M, row_M = pair_M % NUM_HEADS, seq * num_q + pair_M // NUM_HEADS
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0).to(tl.int32)
     bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
-    # Of the 64 slots that bits may tell of some may have no page.
+    # Some of the 64 slots that the tree bits address may have no page.
     longest = tl.minimum(tl.max(len_M, 0) + (64 if IS_TREE else 0), table_row * PAGE_SIZE)
     num_slots = tl.maximum(tl.cdiv(longest, NUM_PARTS), MIN_SLOTS)
     num_slots = tl.cdiv(num_slots, BLOCK_S) * BLOCK_S
@@ -168,7 +171,7 @@ def _attend(
             is_broken_S = ((broken >> tl.maximum(after_S, 0)) & 1) * (after_S >= 0) == 1
         is_read_S1 = (is_slot_S & ~is_broken_S)[:, None]
         at_S = cache + _place(pages, page, start, s_S, end, IS_WHOLE, PAGE_SIZE) * (C + R)
-        # Pages are known a tile ahead, or loads of latents would wait for those of pages.
+        # Load the page a tile ahead. Otherwise loads of latents would wait for it.
         page = _page(pages, start + BLOCK_S, end, IS_WHOLE, PAGE_SIZE)
         k_SC = tl.load(at_S[:, None] + c_C[None, :], mask=is_read_S1 & is_c, other=0.0)
         k_SR = tl.load(at_S[:, None] + C + r_R[None, :], mask=is_read_S1 & is_r, other=0.0)
@@ -201,9 +204,11 @@ def _broken(
     PAGE_SIZE: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ):
-    """Bit i says that the entry at slot ``first`` + i, which is below ``end``, holds a value that
-    is not finite. Such an entry is not read where some queries do not see it: their weight of 0
-    would not hide it, and those that see it get the score NaN."""
+    """Return a mask whose bit i is set if the entry at slot ``first`` + i < ``end`` is non-finite.
+
+    Such entries are not loaded, because a weight of 0 would not hide them from queries that do not
+    see them. Queries that see one get the score NaN.
+    """
     bits, w_W = tl.full([], 0, tl.int64), tl.arange(0, BLOCK_W)
     for i in tl.static_range(0, TAIL, CHECKED_AT_ONCE):
         t_T = i + tl.arange(0, CHECKED_AT_ONCE)
@@ -219,7 +224,7 @@ def _broken(
 
 @triton.jit
 def _page(table, start, end, IS_WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Of a tile whose slots lie in one page: which one."""
+    """Return the page of a tile whose slots are all in one page, 0 for other tiles."""
     page = tl.full([], 0, tl.int64)
     if IS_WHOLE:
         page = tl.load(table + start // PAGE_SIZE, mask=start < end, other=0).to(tl.int64)
@@ -228,7 +233,7 @@ def _page(table, start, end, IS_WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _place(table, page, start, s_S, end, IS_WHOLE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where the slots of a tile lie, in slots."""
+    """Return the physical slots of a tile."""
     if IS_WHOLE:
         return page * PAGE_SIZE + start % PAGE_SIZE + s_S
     else:
@@ -254,7 +259,7 @@ def _merge(
     is_seen_P = lse_P != float("-inf")
     top = tl.max(lse_P, 0)
     weight_P = tl.where(is_seen_P, tl.exp2(lse_P - top), 0.0)
-    # Parts that saw nothing were not written.
+    # Parts without visible slots were not written.
     is_there_PC = is_seen_P[:, None] & (c_C < C)[None, :]
     part_PC = tl.load(part + at_P[:, None] * C + c_C[None, :], mask=is_there_PC, other=0.0)
     out_C = tl.sum(part_PC * weight_P[:, None], 0) / tl.sum(weight_P, 0)

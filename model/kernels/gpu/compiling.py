@@ -1,5 +1,8 @@
-"""How long Triton has compiled in this process: a kernel is compiled in the first step that meets
-it, seconds each, and whoever does that is not stuck."""
+"""Time that Triton has spent compiling in this process.
+
+A kernel is compiled in the first step that uses it, which takes seconds. The stall detection must
+not count this time.
+"""
 
 import time
 from typing import Any
@@ -7,18 +10,22 @@ from typing import Any
 import triton
 
 MAX_KERNEL_COMPILE_S = 120.0
-"""Of one kernel, whatever becomes of it."""
+"""Maximum seconds that are counted for one kernel, even if its compilation never ends."""
 
 
 class CompileTimer:
-    """``begin`` and ``end`` are called by whoever compiles, one at a time; ``seconds`` by any."""
+    """Accumulates compilation time.
+
+    The compiling thread calls ``start`` and ``stop``, for one kernel at a time. Any thread may call
+    ``seconds``.
+    """
 
     def __init__(self) -> None:
         self._ended_s = 0.0
         self._started_at: float | None = None
 
     def start(self, **_: Any) -> None:
-        # One that failed has not ended.
+        # A compilation that failed never called stop.
         self._ended_s, self._started_at = self.seconds(), time.monotonic()
 
     def stop(self, **_: Any) -> None:

@@ -1,14 +1,17 @@
-"""The least logit that top-k and top-p leave, and how many of those that equal it, by programs that
-have a split of a row each: sample.py launches them, and tells of the whole.
+"""Radix select for top-k and top-p: the smallest logit kept, and the number of equal ones kept.
 
-A key is found digit by digit. Each launch adds up what the last one left of all splits, in a fixed
-order, and leaves of its own, for every value of the next digit, how many tokens, or how much
-probability (where the largest token's is 1), there are from that on up, and how many on it.
+Each program handles one split of a row; sample.py launches the kernels. The key of the edge, a
+uint32 in the order of the logits, is found digit by digit. Each launch first sums the previous
+launch's results over all splits, in a fixed order. For every value of the next digit it then
+stores two numbers of its split. One is the number of tokens, or the probability relative to the
+best token, at or above this value. The other is the number of tokens with exactly this value.
 
-Shape legend: X places, S splits, V tokens of a split, J values of a digit. ``how`` is columns of
-SamplingRows; ``left``: the splits' largest [X, S], parts [slots, X, S, 2, J], and states
-[slots, X, 4], which are a key as far as it is found, what is above it, what is wanted, and the key
-above which tokens count at all.
+Shape legend: X places, S splits, V tokens of a split, J values of a digit.
+
+``settings`` are columns of SamplingRows. ``left`` has three tensors. The first is the largest key
+and token of each split [X, S]. The second has the results of the splits [slots, X, S, 2, J]. The
+third has states [slots, X, 4]: the key as far as it is found, the amount above it, the wanted
+amount, and the key above which tokens count at all.
 """
 
 import triton
@@ -19,7 +22,7 @@ DIGIT = tl.constexpr(16)
 
 @triton.jit
 def ordered(x):
-    """uint32 in the order of floats, 0 for NaN; both zeros are one."""
+    """Map floats to uint32 keys of the same order. NaN maps to 0, and -0 to the key of +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.uint32, bitcast=True)
     key = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(x == x, key, 0)
@@ -33,7 +36,10 @@ def _number(key):
 
 @triton.jit
 def tile(logits, temperatures, BLOCK: tl.constexpr):
-    """The tokens of this split, and logits by temperature; NaN where there is none."""
+    """Return the tokens of this split and their logits divided by temperature.
+
+    Logits beyond the vocabulary are NaN.
+    """
     start, stride_b, stride_q, num_places, num_tokens = logits
     place = tl.program_id(0).to(tl.int64)
     b, q = place // num_places, place % num_places
@@ -55,13 +61,13 @@ def load_splits(values, other, SPLITS: tl.constexpr):
 
 @triton.jit
 def _top(left, SPLITS: tl.constexpr):
-    """The largest logit of the row."""
+    """Return the largest logit of the row."""
     return _number((tl.max(load_splits(left[0], 0, SPLITS), 0) >> 32).to(tl.uint32))
 
 
 @triton.jit
 def _load_settings(logits, settings):
-    """top-k, top-p, and whether there is either."""
+    """Return top-k, top-p, whether top-k filters, and whether top-p filters."""
     b = tl.program_id(0) // logits[3]
     top_k, top_p = tl.load(settings[1] + b), tl.load(settings[2] + b)
     return top_k.to(tl.float32), top_p, (top_k > 0) & (top_k < logits[4]), top_p < 1
@@ -69,14 +75,17 @@ def _load_settings(logits, settings):
 
 @triton.jit
 def _at(step):
-    """Where a step leaves what it does, and the shift of its digit."""
+    """Return the index of a step's results, and the shift of its digit."""
     slot = step // 8 * 2 + step % 2
     return slot * tl.num_programs(0) + tl.program_id(0).to(tl.int64), 28 - step % 8 * 4
 
 
 @triton.jit
 def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
-    """The state after a step: with the largest digit from which on up there is what is wanted."""
+    """Return the state after a step.
+
+    Its digit is the largest one at or above which the wanted amount is reached.
+    """
     s_S, j_J, num_splits = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIGIT), tl.num_programs(1)
     at, shift = _at(step)
     from_SJ = left[1] + (at * num_splits + s_S) * (2 * DIGIT) + j_J[None, :]
@@ -86,7 +95,7 @@ def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
     floor = tl.load(state + 3).to(tl.uint32, bitcast=True)
     above, wanted = tl.load(state + 1), tl.load(state + 2)
     if by_mass & (step % 8 == 0):
-        # All there is is known by now, but for what lies on the floor.
+        # The total is known by now, except for the mass of the tokens at the floor.
         wanted = top_p * (tl.max(have_J, 0) + wanted)
     have_J += above
     digit = tl.max(tl.where(have_J >= wanted, j_J, 0), 0)
@@ -96,7 +105,7 @@ def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
 
 @triton.jit
 def _num_on(left, step, split, edge, mask):
-    """How many tokens of splits have the last digit of a key that is found up to a step's."""
+    """Return the number of tokens in ``split`` that match ``edge`` up to the digit of ``step``."""
     at, shift = _at(step)
     digit = ((edge >> shift) & (DIGIT - 1)).to(tl.int32)
     from_S = left[1] + (at * tl.num_programs(1) + split) * (2 * DIGIT) + DIGIT + digit
@@ -107,8 +116,11 @@ def _num_on(left, step, split, edge, mask):
 def narrow(
     logits, settings, left, step, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DRAWS: tl.constexpr
 ):
-    """A digit of the first edge, by number if there is a top-k (steps 0 to 7), or of the second, by
-    probability, of what is above the first if there is top-p too (8 to 15)."""
+    """Find one digit of an edge.
+
+    Steps 0 to 7 find the first edge: by count with top-k, otherwise by probability. Steps 8 to 15
+    run with top-k and top-p. They find a second edge by probability, above the first one.
+    """
     top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     is_idle = not tl.where(step < 8, has_k | has_p, has_k & has_p)
     if DRAWS:
@@ -152,7 +164,7 @@ def narrow(
 
 @triton.jit
 def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
-    """The key above which all is kept, and how many of those of this split that lie on it."""
+    """Return the key above which all tokens are kept, and how many of this split's equal ones."""
     top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
     if has_k | has_p:
@@ -172,8 +184,7 @@ def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
 
 @triton.jit
 def is_kept(logits, settings, left, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """The tokens of this split, and how far those that are kept are below the largest logit; -inf
-    of others."""
+    """Return the tokens of this split, and their logits minus the largest; -inf if filtered out."""
     at_V, x_V = tile(logits, settings[0], BLOCK)
     key_V, top = ordered(x_V), _top(left, SPLITS)
     edge, num_on_it = _edge(logits, settings, left, top, SPLITS)

@@ -1,8 +1,8 @@
-"""Routed experts: pairs of (token, expert), and two grouped products.
+"""Routed experts of few (token, expert) pairs: two grouped products.
 
-A program has one expert and a block of its outputs, and goes over the expert's pairs (pairs.py): in
-a decode step they are few, and weights are read once. Nothing is padded, nothing waits for the
-routing.
+A program computes a block of outputs of one expert, for all pairs of the expert (pairs.py). These
+are few in a decode step, so weights are read once. Pairs are not padded, and the host does not wait
+for the routing.
 
 Shape legend: N tokens, P (token, expert) pairs, S slots of experts, D hidden, F their width,
 T tokens, K experts of a token, M pairs of a tile.
@@ -19,7 +19,7 @@ from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot
 from tandem.model.kernels.gpu.pairs import pairs_at, pairs_of, slot_range
 
 MIN_PROGRAMS = 512
-"""Too few to keep a device busy: outputs are cut finer."""
+"""Minimum number of programs that occupy a device. Below it, outputs are split more finely."""
 
 
 def fused_experts(
@@ -30,7 +30,7 @@ def fused_experts(
     w2: Weights,
     num_ranks: int = 1,
 ) -> Tensor:
-    """See Kernels.experts: [P, D], undefined where the slot is S."""
+    """Implement ``Kernels.fused_experts``: [P, D], undefined where the slot is S."""
     (gate_up, scales1), (down, scales2) = values_of(w1), values_of(w2)
     num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
     width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
@@ -65,12 +65,12 @@ def fused_experts(
 
 
 def values_of(weights: Weights) -> tuple[Tensor, Tensor]:
-    """Values and scales; where there are none, the latter are never read."""
+    """Return values and scales. Without scales the second item is a placeholder, never read."""
     return weights if isinstance(weights, Fp8BlockWeight) else (weights, weights)
 
 
 def silu_mul(gate_up_NF: Tensor) -> Tensor:
-    """silu(gate) * up of rows [gate, up]: [N, F]."""
+    """Compute silu(gate) * up of rows [gate, up]: [N, F]."""
     num_rows, width = len(gate_up_NF), gate_up_NF.shape[1] // 2
     out_NF = torch.empty(num_rows, width, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
     _silu_mul[(num_rows, triton.cdiv(width, 1024))](*(gate_up_NF, out_NF), F=width, BLOCK_F=1024)

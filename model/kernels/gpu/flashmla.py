@@ -1,6 +1,7 @@
-"""Attention of decode steps by FlashMLA (github.com/deepseek-ai/FlashMLA), as the wheel of
-sglang-kernel has it (the extra ``gpu``): from 64 pairs of head and query row on, where one program
-of our own fills a processor and its loads, softmax and products take turns.
+"""MLA of decode steps by FlashMLA (github.com/deepseek-ai/FlashMLA), from 64 pairs of head and row.
+
+The operator comes from the wheel of sglang-kernel (the extra ``gpu``). At this size one Triton
+program fills a processor, and its loads, softmax and products do not overlap.
 
 Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, N width of what is absorbed,
 C latent width, R rotary width, L = C + R, P pages of a table.
@@ -28,8 +29,11 @@ STEP = tl.constexpr(ENTRY)
 
 
 class FlashMla:
-    """``operator`` is that of SCHEMA. How contexts are split over the device follows from their
-    lengths; the first layer of a pass has it computed, and the others take it."""
+    """Attention by FlashMLA. ``operator`` is the function of SCHEMA.
+
+    FlashMLA computes how to split the contexts over the device from their lengths. The first layer
+    of a forward pass does so, and the other layers reuse the result.
+    """
 
     def __init__(self, operator: Any) -> None:
         self._operator = operator
@@ -37,7 +41,10 @@ class FlashMla:
 
     @staticmethod
     def fits(num_heads: int, attn: AttentionMetadata, lens_BQ: Tensor) -> bool:
-        """Rows of a sequence are a chain: each sees a slot more than the one before."""
+        """Return whether FlashMLA supports these inputs and has enough pairs to pay off.
+
+        Rows of a sequence must be a chain: each sees one slot more than the previous row.
+        """
         is_many = num_heads * lens_BQ.shape[1] >= MIN_FLASHMLA_PAIRS
         is_even = num_heads == triton.next_power_of_2(num_heads) and attn.bits_BQ is None
         is_entry = attn.cache.shape[1:] == (PAGE_SIZE, ENTRY) and attn.cache.element_size() == 2
@@ -51,7 +58,7 @@ class FlashMla:
         attn: AttentionMetadata,
         lens_BQ: Tensor,
     ) -> Tensor:
-        """See Kernels.mla_attend, of which this is a part: [X, H, C]."""
+        """Absorb the queries and attend, as a part of ``Kernels.mla_attend``: [X, H, C]."""
         num_rows, num_heads, num_pe = pe_XHR.shape
         q_XHL = pe_XHR.new_empty(num_rows, num_heads, ENTRY)
         torch.bmm(nope_HXN, up_HNC, out=q_XHL[..., :LATENT].transpose(0, 1))
@@ -69,8 +76,13 @@ class FlashMla:
 
 
 def operator() -> Any:
-    """That of SCHEMA. Raises ImportError where the extra is not installed, ValueError for one that
-    we do not know, OSError if it does not go with this torch."""
+    """Load the operator of SCHEMA.
+
+    Raises:
+        ImportError: The extra ``gpu`` is not installed.
+        ValueError: The operator has another schema.
+        OSError: The library is incompatible with this torch.
+    """
     spec = find_spec("sgl_kernel")
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("there is no sglang-kernel: install the extra gpu")

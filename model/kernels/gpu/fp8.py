@@ -1,4 +1,4 @@
-"""FP8 on a device: rows are quantised, and what was is multiplied.
+"""FP8 on GPUs: quantisation of rows, and building blocks of products with FP8 weights.
 
 Shape legend: N rows, K their width, G groups of 128 values; M rows of x by N of w in a tile.
 """
@@ -13,16 +13,19 @@ from tandem.model.kernels.base import BLOCK, Fp8BlockWeight
 FP8 = torch.float8_e4m3fn
 MAX_FP8 = tl.constexpr(448.0)
 MIN_SCALE = tl.constexpr(1e-4)
-"""Of what a group's largest is taken for (spec §6)."""
+"""Minimum for the largest absolute value of a group, so that its scale is never 0."""
 QUANTISE_BLOCK_ROWS = 16
-"""Of 128 values that one program quantises."""
+"""Number of groups of 128 values that one program quantises."""
 QUANTUM = tl.constexpr(BLOCK)
-"""Of FP8; tiles divide it."""
+"""Number of values in an FP8 group. Tile widths must divide it."""
 
 
 def quantise(x_NK: Tensor, power_of_2_scales: bool) -> Fp8BlockWeight:
-    """Each 128 values of a row by their largest: values [N, K] FP8, factors [N, K / 128] fp32,
-    ``power_of_2_scales`` of two or any (spec §6, scale_fmt)."""
+    """Quantise each 128 values of a row by their largest (arXiv:2412.19437, 3.3.2).
+
+    Returns FP8 values [N, K] and fp32 scales [N, ceil(K / 128)]. With ``power_of_2_scales`` the
+    scales are rounded up to powers of two (``scale_fmt`` ue8m0 of the checkpoint).
+    """
     num_rows, width = x_NK.shape
     num_groups = triton.cdiv(width, BLOCK)
     values_NK = torch.empty(num_rows, width, dtype=FP8, device=x_NK.device)
@@ -38,13 +41,19 @@ def quantise(x_NK: Tensor, power_of_2_scales: bool) -> Fp8BlockWeight:
 
 @triton.jit
 def factor_at(scale, k, K: tl.constexpr):
-    """Of the block at k. A loop loads the next one early: no pipeline of a dot holds it."""
+    """Load the scale of the block at ``k``.
+
+    Loops load the scale of the next block early, because Triton pipelines only the dot's operands.
+    """
     return tl.load(scale + k // QUANTUM, mask=k < K, other=0.0)
 
 
 @triton.jit
 def mixed_dot(x_MK, w_NK):
-    """With FP8, by way of fp32: straight to bf16 it takes a unit that is slower than memory."""
+    """Multiply x by FP8 weights that are converted to the dtype of x.
+
+    The conversion goes through fp32: the direct one to bf16 is slower than memory.
+    """
     w_NK = w_NK.to(tl.float32).to(x_MK.dtype)
     return tl.dot(x_MK, tl.trans(w_NK), input_precision="ieee")
 

@@ -1,5 +1,4 @@
-"""Attention of decode steps over paged keys and values of few heads, each for a group of heads of
-queries: flash decoding (Dao et al. 2023), as attend.py does it for latents.
+"""Grouped-query attention of decode steps over a paged cache, by Flash-Decoding (see attend.py).
 
 Shape legend: B sequences, Q query rows of each, H heads, G groups, K head width, M (query, head)
 pairs of a program, S slots of a tile, P parts of the context.
@@ -19,8 +18,10 @@ from tandem.model.kernels.gpu.softmax import only_seen, seen, weighed
 def attend(
     q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor, num_processors: int
 ) -> Tensor:
-    """What queries, not rotated yet, attend to: [X, H, K]. Contexts are split until
-    ``num_processors`` have work, into as many parts whatever they are."""
+    """Attend with queries that are rotated here: [X, H, K].
+
+    All contexts are split into the same number of parts, enough to occupy ``num_processors``.
+    """
     num_rows, num_heads, width = q_XHK.shape
     num_seqs, num_q = context_lens_BQ.shape
     num_groups = attn.cache.shape[2] // (2 * width)
@@ -114,7 +115,7 @@ def _attend_groups(
     for start in range(first, end, BLOCK_S):
         slot_S = start + tl.arange(0, BLOCK_S)
         is_slot_S = slot_S < end
-        if IS_TREE:  # of the 64 slots that bits may tell of some may have no page
+        if IS_TREE:  # some of the 64 slots that the tree bits address may have no page
             is_slot_S = is_slot_S & (slot_S < table_row * PAGE_SIZE)
         page_S = tl.load(table + seq * table_row + slot_S // PAGE_SIZE, mask=is_slot_S, other=0)
         at_S = (page_S * PAGE_SIZE + slot_S % PAGE_SIZE).to(tl.int64) * NUM_GROUPS * 2 + group

@@ -1,5 +1,6 @@
-"""Kernels for GPUs in Triton, beside cuBLAS for plain products; they are the same functions as
-torch's (base.py), which their tests compare them with.
+"""Kernels for GPUs in Triton, with cuBLAS for unquantised products.
+
+Tests compare them with the torch kernels (base.py).
 
 Shape legend: see base.py.
 """
@@ -21,12 +22,17 @@ from tandem.model.kernels.gpu.moves import CacheAddresses
 from tandem.model.kernels.replayable import Function, ReplayableFunction
 
 MANY_PAIRS = 32
-"""From so many pairs an expert on, they are sorted, and tiles of rows are what programs compute."""
+"""Number of pairs per expert from which on pairs are sorted and computed in tiles of rows."""
 
 
 class TritonKernels(Kernels):
-    """``num_processors`` of the device are to be busy. For products with FP8 matrices rows are
-    quantised too where it ``quantises``, ``power_of_2_scales`` of two or any."""
+    """Kernels in Triton.
+
+    Args:
+        num_processors: Number of streaming multiprocessors of the device.
+        quantises: Products with FP8 matrices quantise their inputs to FP8 too.
+        power_of_2_scales: The scales of quantised inputs are powers of two.
+    """
 
     name = "triton"
     exec_mode = CAPTURED
@@ -52,17 +58,21 @@ class TritonKernels(Kernels):
 
     def make_replayable(self, function: Function) -> ReplayableFunction:
         if self._captures is None:
-            # One that is held is not given up with its last graph, while outputs of it live on.
+            # Keep a reference to the pool. Otherwise torch frees it with the last graph, while
+            # tensors allocated from it are still in use.
             self._captures = torch.cuda.MemPool(), torch.cuda.Stream()
         return Captured(function, self._captures[0].id, self._captures[1])
 
     def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """As a branch of the graph that is captured. Without one the host is what takes long."""
+        """Capture ``work`` as a parallel branch of the graph.
+
+        Outside a capture the work runs in order, because launches from the host are the bottleneck.
+        """
         if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return super().run_concurrently(work)
         main, side = torch.cuda.current_stream(), self._side_stream or torch.cuda.Stream()
         self._side_stream = side
-        # It waits here for whatever used what earlier branches left, which is reused from now on.
+        # The side stream reuses memory of earlier branches, whose readers are on the main stream.
         side.wait_stream(main)
         with torch.cuda.stream(side):
             result = work()
@@ -112,7 +122,7 @@ class TritonKernels(Kernels):
         attn: AttentionMetadata,
         lens_BQ: Tensor,
     ) -> Tensor:
-        """[X, H, C]"""
+        """Absorb the queries and attend: [X, H, C]."""
         q_XHC = torch.bmm(nope_HXN, up_HNC).transpose(0, 1)
         return attend(q_XHC, pe_XHR, attn, lens_BQ, self._num_processors)
 
@@ -153,7 +163,7 @@ class TritonKernels(Kernels):
     def _product(
         self, x_XK: Tensor, w: Fp8BlockWeight, num_parts: int, dtype: torch.dtype
     ) -> Tensor:
-        """With one matrix of FP8: [X, M]."""
+        """Multiply by a single FP8 matrix: [X, M]."""
         x = products.quantise(x_XK, self._power_of_2_scales) if self._quantises else x_XK
         return products.product(x, w, dtype, self._num_processors, num_parts)
 

@@ -1,4 +1,4 @@
-"""Entries of accepted drafts put in order, in the caches of all layers by one launch.
+"""Copies cache entries of accepted drafts to their final slots, in all layers with one launch.
 
 Shape legend: B rows, N moves of each, L layers.
 """
@@ -12,15 +12,17 @@ from torch import Tensor
 
 
 class CacheAddresses:
-    """Addresses of some caches on their device, which are written down once: a captured graph
-    cannot bring them."""
+    """Device tensor with the addresses of caches.
+
+    It is created once, because a captured graph cannot copy the addresses from the host.
+    """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
         self._addresses = [cache.data_ptr() for cache in caches]
         self._addresses_L = torch.tensor(self._addresses, device=caches[0].device)
 
     def matches(self, caches: Sequence[Tensor]) -> bool:
-        """Whether these are the ones."""
+        """Return whether these are the caches whose addresses are stored."""
         return [cache.data_ptr() for cache in caches] == self._addresses
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Norms, and what of attention depends on nothing but its own row.
+"""RMS norms, with residual addition and the sum of expert outputs fused, and MLA cache writes.
 
 Shape legend: X rows, D hidden, C latent width, R rotary width; T tokens, K experts of each.
 """
@@ -15,21 +15,23 @@ from tandem.model.kernels.gpu.rotary import rotated
 
 
 class DeferredSum:
-    """What Kernels.combine is given, for the next norm to sum up: a launch less. It is taken once,
-    and held no longer: outputs of many tokens' experts are large."""
+    """Arguments of ``Kernels.combine``, summed in the kernel of the next norm to save a launch.
+
+    The inputs can be taken only once and are then released, because expert outputs are large.
+    """
 
     def __init__(self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None) -> None:
         self._inputs = [(out_TKD, weights_TK, branch_TD)]
 
     def take_inputs(self) -> Any:
-        """All three, this once."""
+        """Return the three arguments and release them."""
         return self._inputs.pop()
 
 
 def rms_norm(
     x_XD: Tensor, branch: Tensor | DeferredSum | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of both, and its norm. Rows may lie apart."""
+    """Return ``x_XD + branch`` and its norm. Rows of the inputs need not be contiguous."""
     num_rows, dim = x_XD.shape
     y_XD = torch.empty(num_rows, dim, dtype=x_XD.dtype, device=x_XD.device)
     sum_XD = x_XD if branch is None else torch.empty_like(y_XD)
@@ -61,7 +63,7 @@ def rms_norm(
 def write_mla_cache(
     kv_XL: Tensor, weight_C: Tensor, eps: float, attn: AttentionMetadata, slots_X: Tensor
 ) -> None:
-    """See Kernels.write_mla_cache."""
+    """Implement ``Kernels.write_mla_cache``."""
     assert slots_X.is_contiguous(), "places are read one behind the other"
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
@@ -77,7 +79,7 @@ def write_mla_cache(
 
 @triton.jit
 def normed(x_D, weight_D, eps, D: tl.constexpr, dtype: tl.constexpr):
-    """Cast before it is scaled, as everywhere (Kernels.rms_norm)."""
+    """Return the normalised row, cast before it is scaled (see ``Kernels.rms_norm``)."""
     scale = 1 / tl.sqrt(tl.sum(x_D * x_D, 0) / D + eps)
     return ((x_D * scale).to(dtype).to(tl.float32) * weight_D).to(dtype)
 

@@ -1,5 +1,6 @@
-"""Which (token, expert) pairs an expert has. Few pairs are looked through by every program; many
-are sorted by slot once.
+"""Grouping of (token, expert) pairs by expert.
+
+Every program scans all pairs if these are few. Otherwise pairs are sorted by slot once.
 
 Shape legend: P pairs, S slots of experts, M pairs of a tile.
 """
@@ -14,15 +15,23 @@ from torch import Tensor
 PAIRS = 1024
 MAX_SCANNED_PAIRS = 64
 MAX_PAIRS_PER_PASS = 8 * PAIRS
-"""Which every slot goes over; more are counted in chunks, and then put where they belong."""
+"""Maximum number of pairs for the sort in which the program of each slot scans all pairs. More
+pairs are sorted in chunks of ``PAIRS`` by a counting sort."""
 COMPARED_PAIRS = 128
-"""Pairs that are compared with each other."""
+"""Number of pairs that the counting sort compares with each other."""
 
 
 class Pairs(NamedTuple):
-    """Of programs, each of which has a slot: one for every slot, or where there are fewer pairs,
-    one for every pair, of which the first of each slot has them all. ``num_scanned`` is 0 where
-    pairs are sorted."""
+    """Assignment of pairs to programs, each of which computes the pairs of one slot.
+
+    Attributes:
+        order_P: Pairs sorted by slot.
+        starts_S: First position of each slot in ``order_P``.
+        num_programs: One program per slot, or one per pair if there are fewer pairs than slots.
+        by_pair: Programs belong to pairs. The program of a slot's first pair computes all of them.
+        num_scanned: Number of pairs that each program scans, 0 if pairs are sorted. ``order_P`` and
+            ``starts_S`` are unused if it is not 0.
+    """
 
     order_P: Tensor
     starts_S: Tensor
@@ -40,8 +49,10 @@ def pairs_of(slots_P: Tensor, num_slots: int) -> Pairs:
 
 
 def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their slots, and where each slot's begin [S + 1]; those of slot S,
-    which are elsewhere, are left out."""
+    """Return pairs sorted by slot, and the first position of each slot [S + 1].
+
+    Pairs of slot S, which belong to other ranks, are left out.
+    """
     order_P = torch.empty_like(slots_P, dtype=torch.int32)
     starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
     given = order_P, starts_S, len(slots_P), num_slots
@@ -98,7 +109,7 @@ def _place(
     AT_ONCE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A chunk's pairs behind those of the chunks before it, and in their order."""
+    """Write the pairs of a chunk to their sorted positions; the sort is stable."""
     chunk, s_S, i_P = tl.program_id(0), tl.arange(0, SLOTS), tl.arange(0, BLOCK)
     num_S = tl.zeros([SLOTS], tl.int32)
     next_S = tl.zeros([SLOTS], tl.int32)
@@ -123,8 +134,10 @@ def _place(
 
 @triton.jit
 def slot_range(pairs, BY_PAIR: tl.constexpr, NUM_SCANNED: tl.constexpr):
-    """The slot of this program, and the places of its pairs: from the first up to the end. There
-    are none if another program has them."""
+    """Return the slot of this program, and the first and end position of its pairs.
+
+    The range is empty if another program computes the slot.
+    """
     slots, order, starts, num_pairs, num_slots = pairs
     i = tl.program_id(0)
     if NUM_SCANNED > 0:
@@ -152,7 +165,7 @@ def slot_range(pairs, BY_PAIR: tl.constexpr, NUM_SCANNED: tl.constexpr):
 
 @triton.jit
 def pairs_at(pairs, slot, place_M, end, NUM_SCANNED: tl.constexpr):
-    """The slot's pairs at these places, 0 behind the end."""
+    """Return the pairs of ``slot`` at positions ``place_M``, 0 from ``end`` on."""
     slots, order, _, num_pairs, _ = pairs
     if NUM_SCANNED > 0:
         is_mine_P, p_P = _mine(slots, slot, num_pairs, NUM_SCANNED)

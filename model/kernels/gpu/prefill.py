@@ -1,9 +1,9 @@
-"""Attention of packed prompts over expanded keys and values: flash attention (Dao 2023) whose keys
-are wider than its values (192 and 128 in DeepSeek's models), without a mask in memory.
+"""MLA of packed prompts over expanded keys and values, by FlashAttention-2 (arXiv:2307.08691).
 
-A program takes a head and a tile of rows of one segment; rows are its context's last, so that each
-sees all slots up to its own. Keys lie in two parts: what was expanded from latents by head, and the
-rotated part that heads share.
+Keys are wider than values (192 and 128 in DeepSeek's models), and no mask is stored. A program
+takes a head and a tile of rows of one segment. The rows are the last of their context, and each
+sees all slots up to its own. Keys have two parts: one per head, expanded from the latents, and the
+rotated part that all heads share.
 
 Shape legend: T tokens, H heads, K query width, C latent width, R rotary width, L = C + R,
 N = K - R, V value width, S slots of all contexts, M rows of a tile.
@@ -24,13 +24,14 @@ from tandem.model.kernels.gpu.softmax import only_seen, weighed
 from tandem.model.network.batch import Segments, gather_pages
 
 MAX_EXPANDED_BYTES = 1 << 30
-"""Keys and values of so many heads are expanded at once: long contexts have gigabytes of them."""
+"""Maximum bytes of keys and values that are expanded at once. It bounds the number of heads per
+launch, because long contexts expand to gigabytes."""
 
 
 def attend(
     q_THK: Tensor, kv_b: Tensor, attn: AttentionMetadata, segments: Segments, num_values: int
 ) -> Tensor:
-    """See Kernels.mla_prefill: [T, H, V]; ``kv_b`` is [H, N + V, C]."""
+    """Implement ``Kernels.mla_prefill``: [T, H, V]. ``kv_b`` is [H, N + V, C]."""
     latent_SL = gather_pages(attn.cache, attn.page_table_BP)[0]
     (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * attn.cos.shape[1]
     is_exact = q_THK.dtype == torch.float32
@@ -72,8 +73,11 @@ def _tiles(
     block_m: int,
     device: torch.device,
 ) -> Tensor:
-    """First row, its number of rows, first slot of its segment and what its first row sees, of each
-    tile: [tiles, 4] int32, those with most to do first. The same for all layers of a forward."""
+    """Return the tiles of a batch: [tiles, 4] int32, in descending order of work.
+
+    The columns are the first row, the number of rows, the first slot of the segment, and the number
+    of slots that the first row sees. Cached, because all layers of a pass use the same tiles.
+    """
     tiles, row, slot = [], 0, 0
     for num, context in zip(lengths, contexts, strict=True):
         for done in range(0, num, block_m):
@@ -159,7 +163,7 @@ def _over(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """The state after slots of a range, all of which every row sees but at the edge."""
+    """Return the softmax state after a range of slots. Without ``IS_EDGE`` every row sees all."""
     kv, latent, kv_row, latent_row = keys
     q_MN, q_MR, num_seen_M, scale = rows
     top_M, sum_M, out_MV = state

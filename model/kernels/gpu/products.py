@@ -1,10 +1,9 @@
-"""Products of tiles of rows: with FP8 matrices in blocks, of rows as they are (W8A16, which decode
-takes), or of rows that were quantised before (W8A8, which prefill takes; DeepSeek-V3 report,
-3.3.2); and of many rows with the experts of other types.
+"""Tiled matrix products with FP8 weights, and grouped products of experts with many rows.
 
-With blocks every 128 values have a sum of their own, which is scaled and added in fp32. A program
-computes a tile of rows, all of one matrix, by a block of outputs, of the whole width or of a part;
-nothing waits for how rows are spread.
+Inputs of FP8 weights are unquantised when decoding (W8A16), and FP8 in prefill (W8A8). Every 128
+values are summed separately, and the sum is scaled and added in fp32 (arXiv:2412.19437, 3.3.2).
+A program computes a tile of rows, all of one matrix, by a block of outputs. It sums the whole width
+or a part of it. The host does not wait for the distribution of rows over matrices.
 
 Shape legend: N rows of x, K their width, M outputs, S matrices (slots of experts), P rows of the
 result sorted by slot, G groups of 128 values.
@@ -24,13 +23,19 @@ from tandem.model.kernels.gpu.fp8 import QUANTUM, factor_at, mixed_dot, quantise
 from tandem.model.kernels.gpu.pairs import by_slot
 
 TILES_AT_ONCE = tl.constexpr(8)
-"""Of rows, all of whose outputs are computed before the next ones."""
+"""Number of row tiles whose outputs are all computed before the next row tiles, for cache reuse."""
 
 
 class SortedPairs(NamedTuple):
-    """Rows of a result by their slots, of which each begins at ``starts_S`` [S + 1]. Row p is that
-    of pair ``order_P[p]``: of x's row ``tokens_P[pair]``, or pair // ``per_token``. All but one of
-    ``num_ranks`` of them are expected elsewhere."""
+    """Pairs of (token, expert) sorted by slot.
+
+    Attributes:
+        order_P: Pair of each sorted row.
+        starts_S: First sorted row of each slot [S + 1].
+        tokens_P: Row of x of each pair. None: pair // ``per_token``.
+        per_token: Number of pairs per token.
+        num_ranks: Number of ranks that share the pairs. About 1 / ``num_ranks`` of them are local.
+    """
 
     order_P: Tensor
     starts_S: Tensor
@@ -48,9 +53,18 @@ def product(
     rows: SortedPairs | None = None,
     is_back: bool = False,
 ) -> Tensor:
-    """x [N, K], or what ``quantised`` made of it, times w [S, M, K], whose ``num_halves`` (gate and
-    up) have scales of their own: [N, M] of slot 0, or [P, M] of sorted ``rows``. If it ``is_back``,
-    rows of x are sorted and those of the result are pairs again. Rows of slot S are undefined."""
+    """Multiply x [N, K] by the transposes of w [S, M, K]: [N, M], or [P, M] with ``rows``.
+
+    Args:
+        x: Rows, or the result of ``quantise``.
+        w: One matrix, or one for each slot. Must be FP8 if ``x`` is.
+        dtype: Dtype of the result.
+        num_processors: Number of processors to occupy.
+        num_halves: Number of parts of M with separate scales: 2 for gate and up, otherwise 1.
+        rows: Sorted pairs, whose rows use the matrix of their slot; rows of slot S are undefined.
+            None: all rows use slot 0.
+        is_back: Rows of x are sorted and rows of the result are in pair order, not vice versa.
+    """
     (values, x_scales), (matrices, w_scales) = values_of(x), values_of(w)
     num_slots, num_out, width = matrices.shape
     num_rows, half = len(values) if rows is None else len(rows.order_P), num_out // num_halves
@@ -86,7 +100,7 @@ def product(
 
 
 def _added(parts_ANM: Tensor, dtype: torch.dtype) -> Tensor:
-    """One after the other: [N, M]."""
+    """Sum the A parts of each output in order: [N, M]."""
     out_NM = torch.empty(parts_ANM.shape[1:], dtype=dtype, device=parts_ANM.device)
     num = out_NM.numel()
     _add[(triton.cdiv(num, 1024),)](parts_ANM, out_NM, num, A=len(parts_ANM), BLOCK=1024)
@@ -103,8 +117,10 @@ def fused_experts(
     num_ranks: int = 1,
     power_of_2_scales: bool | None = None,
 ) -> Tensor:
-    """See Kernels.experts: [P, D]; of rows quantised before each product, ``power_of_2_scales`` of
-    two or any, unless it is None."""
+    """Implement ``Kernels.fused_experts``: [P, D].
+
+    Inputs of both products are quantised unless ``power_of_2_scales`` is None.
+    """
     order_P, starts_S = by_slot(slots_P, len(values_of(w1)[0]))
     rows = SortedPairs(order_P, starts_S, tokens_P, len(slots_P) // len(x_NK), num_ranks)
     given = x_NK.dtype, num_processors
@@ -118,7 +134,7 @@ def fused_experts(
 
 @triton.jit
 def _tile(starts, tile, num_rows, S: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Slot, first row and end of a tile; the slot is no less than S where there is none."""
+    """Return slot, first row and end row of a tile. The slot is >= S if the tile is unused."""
     slot = tl.full([], 0, tl.int32)
     begin, end = tile * BLOCK_M, num_rows
     if S > 0:
@@ -135,8 +151,11 @@ def _tile(starts, tile, num_rows, S: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M:
 
 @triton.jit
 def _turn(NUM_N: tl.constexpr):
-    """Tile of rows and block of outputs of this program, such that those that run at once share
-    what they read: they have all blocks of a few tiles, which are of few slots."""
+    """Return the row tile and the output block of this program.
+
+    Programs that run at the same time compute all blocks of a few row tiles, which belong to few
+    slots. So they share what they read.
+    """
     first = tl.program_id(0) // (TILES_AT_ONCE * NUM_N) * TILES_AT_ONCE
     num = min(tl.num_programs(0) // NUM_N - first, TILES_AT_ONCE)
     i = tl.program_id(0) - first * NUM_N

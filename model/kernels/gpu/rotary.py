@@ -1,4 +1,4 @@
-"""Rotary embedding inside other kernels (spec §3; the layout is written interleaved)."""
+"""Rotary embedding as a part of other kernels. Outputs are interleaved (``rotate`` in base.py)."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def rotated(x, at_M, cos, sin, row_M, r_R, mask_MR, R: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
-    """Values [M, R] that lie at x + at_M, rotated by the angles [., R / 2] of ``row_M``; fp32."""
+    """Load values [M, R] at ``x + at_M`` and rotate them by the angles of ``row_M``, in fp32."""
     j_R = r_R // 2
     first_R = 2 * j_R if IS_INTERLEAVED else j_R
     second_R = 2 * j_R + 1 if IS_INTERLEAVED else j_R + R // 2

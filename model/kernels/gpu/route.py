@@ -1,4 +1,4 @@
-"""A gate's logits, and its choice from them (spec §4).
+"""MoE gate: logits of few tokens, and the choice of experts.
 
 Shape legend: T tokens, D hidden, S parts of it, E experts, G groups, N experts of a group, K chosen
 experts.
@@ -12,13 +12,13 @@ from torch import Tensor
 from tandem.model.kernels.base import Routing
 
 FEW_TOKENS_MAX = 64
-"""Up to so many a gate is too small a product for one that is not split along D."""
+"""Maximum number of tokens for which the gate product is split along D to occupy the device."""
 MIN_VALUES = 256
-"""Of D in a part: one load of each program, or two where D is long."""
+"""Number of values of D in a part, doubled if D is large. A program loads this many at once."""
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
-    """What each part of D adds to the logits of few tokens: [S, T, E] fp32."""
+    """Return the partial logits of few tokens, one for each part of D: [S, T, E] fp32."""
     (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
     width = MIN_VALUES * (1 if dim < 16 * MIN_VALUES else 2)
     num_parts, block_t = triton.cdiv(dim, width), 16 if num_tokens <= 16 else 32
@@ -35,8 +35,10 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
 
 
 def choose(logits_STE: Tensor, bias_E: Tensor | None, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Of the sums of logits: expert ids [T, K] int64, best first and lowest id among equals, and
-    weights fp32."""
+    """Sum partial logits over S and choose experts (see ``Kernels.route``).
+
+    Returns expert ids [T, K] int64, best first and the lowest of equals first, and fp32 weights.
+    """
     num_experts, num_groups, num_kept, num_chosen = routing.sizes
     (num_parts, num_tokens, _), per_group = logits_STE.shape, num_experts // num_groups
     ids_TK = torch.empty(num_tokens, num_chosen, dtype=torch.int64, device=logits_STE.device)
@@ -129,7 +131,7 @@ def _choose(
     chosen_GN = score_GN
     if HAS_BIAS:
         chosen_GN += tl.load(bias + id_GN, mask=is_GN, other=0.0)
-    # What is not a number is chosen last, and is still one of the experts.
+    # NaN is chosen last, and its id is still a valid expert.
     chosen_GN = tl.where(chosen_GN == chosen_GN, chosen_GN, -1e30)
     chosen_GN = tl.where(is_GN, chosen_GN, low)
     if G > 1:

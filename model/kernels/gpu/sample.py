@@ -1,9 +1,8 @@
-"""Tokens drawn from adjusted logits, or what they are drawn from (model/sampling/sampler.py: what
-is drawn). Rows are split over programs, whose launches follow one another; who is kept, edges.py
-tells, without sorting.
+"""Sampling from adjusted logits, and their filtered distribution (see model/sampling/sampler.py).
 
-Sums are in a fixed order, the same whatever else there is. They differ from torch's in their last
-bits, so that a token on the very edge of top-p may fall to the other side.
+Rows are split over programs, in successive launches. Filters need no sort (edges.py). Sums are
+computed in a fixed order, independent of the batch. They differ from torch's in the last bits, so a
+token at the edge of top-p may be kept by one and filtered out by the other.
 
 Shape legend: see edges.py.
 """
@@ -23,7 +22,7 @@ NUM_WARPS = 8
 
 
 def draw(adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> Tensor:
-    """Token ids [B, Q] int64, the lowest among equals."""
+    """Sample token ids [B, Q] int64. Of equal scores the lowest id wins."""
     launch = _Launch(adjusted_BQV)
     settings, left = launch.find_edges(rows, draws=True)
     best_XS = torch.empty_like(left[0])
@@ -32,7 +31,7 @@ def draw(adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor) -> T
 
 
 def filtered_log_probs(logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
-    """log p [B, Q, V] of what is left, fp32."""
+    """Return fp32 log probabilities [B, Q, V] after temperature and filters, -inf if filtered."""
     launch = _Launch(logits_BQV)
     settings, left = launch.find_edges(rows, draws=False)
     total_XS = torch.empty_like(left[0], dtype=torch.float32)
@@ -43,15 +42,19 @@ def filtered_log_probs(logits_BQV: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def argmax_tokens(adjusted_XV: Tensor) -> Tensor:
-    """Ids [X] int64 of the largest logits, the lowest among equals, and of NaN where there is no
-    number; X any axes."""
+    """Return ids [X] int64 of the largest logits, the lowest of equals; X may be several axes.
+
+    NaN counts as less than any number.
+    """
     launch = _Launch(adjusted_XV.reshape(1, -1, adjusted_XV.shape[-1]))
     return launch.merge_splits(launch.top_values(None)).view(adjusted_XV.shape[:-1])
 
 
 class _Launch:
-    """Of kernels that have a program for each split of each row of logits. Splits depend on the
-    size of the vocabulary alone."""
+    """Launches kernels with one program per split of a row of logits.
+
+    The splits depend only on the size of the vocabulary.
+    """
 
     def __init__(self, logits_BQV: Tensor) -> None:
         num_rows, num_places, num_tokens = logits_BQV.shape
@@ -67,13 +70,13 @@ class _Launch:
         kernel[self._shape](self._logits, *args, **sizes, **more)
 
     def top_values(self, temperature_B: Tensor | None) -> Tensor:
-        """The largest of each split [X, S]."""
+        """Return the largest logit and its token of each split, packed as uint64 [X, S]."""
         top_XS = self._logits[0].new_empty(self._shape, dtype=torch.uint64)
         self(_scan, temperature_B, top_XS)
         return top_XS
 
     def find_edges(self, rows: SamplingRows, draws: bool) -> tuple[tuple[Tensor, ...], ...]:
-        """``how`` and ``left``, when edges are found."""
+        """Find the edges of top-k and top-p. Returns ``settings`` and ``left`` (see edges.py)."""
         settings = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B
         slots, new = (4, *self._shape), self._logits[0].new_empty
         left = self.top_values(settings[0]), new(*slots, 2, DIGIT.value), new(*slots[:2], 4)
@@ -82,7 +85,7 @@ class _Launch:
         return settings, left
 
     def merge_splits(self, best_XS: Tensor) -> Tensor:
-        """The tokens [B, Q] of what is best of all splits."""
+        """Return the best token [B, Q] over all splits."""
         num_places = self._logits[3]
         token_BQ = best_XS.new_empty(len(best_XS) // num_places, num_places, dtype=torch.int64)
         _merge[self._shape[0], 1](best_XS, token_BQ, self._shape[1], self._splits, num_warps=1)
@@ -91,7 +94,7 @@ class _Launch:
 
 @triton.jit
 def _packed(key_V, at_V):
-    """uint64 in the order of keys, and the lowest token is the largest among equals."""
+    """Pack key and token into a uint64 whose maximum has the largest key, then the lowest token."""
     return (key_V.to(tl.uint64) << 32) | (0xFFFFFFFF ^ at_V.to(tl.uint32)).to(tl.uint64)
 
 
@@ -110,7 +113,10 @@ def _key(seed, index):
 
 @triton.jit
 def _gumbel(key, token):
-    """As model/sampling/sampler.py's, stream TARGET; 1 - u is exact in fp64."""
+    """Return the Gumbel noise of stream TARGET in model/sampling/sampler.py.
+
+    1 - u is exact in fp64.
+    """
     bits = _mix(_mix(key ^ token) ^ (key >> 16))
     u = (bits.to(tl.float64) + 0.5) / 4294967296.0
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)

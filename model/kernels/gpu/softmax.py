@@ -1,4 +1,4 @@
-"""Softmax over slots that come tile by tile (Milakov and Gimelshein 2018), and what it weighs.
+"""Online softmax over tiles of slots (arXiv:1805.02867), with the weighted sum of values.
 
 Shape legend: M queries, S slots of a tile, V value width.
 """
@@ -9,8 +9,11 @@ import triton.language as tl
 
 @triton.jit
 def weighed(score_MS, v_SV, top_M, sum_M, out_MV):
-    """Largest score (base 2), sum and weighed values of each query, with a tile added; -inf is a
-    slot that a query does not see."""
+    """Add a tile to the softmax state of each query.
+
+    The state is the largest score (base 2), the sum of weights, and the weighted sum of values.
+    Slots that a query does not see have the score -inf.
+    """
     new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
     # A query that has seen nothing yet must not subtract infinities.
     safe_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
@@ -22,8 +25,10 @@ def weighed(score_MS, v_SV, top_M, sum_M, out_MV):
 
 @triton.jit
 def seen(slot_S, len_M, bits_M, IS_TREE: tl.constexpr):
-    """Whether each query sees each slot: those of its context, and of a tree the 64 behind whose
-    bits it has."""
+    """Return whether each query sees each slot.
+
+    A query sees its context. In a tree it also sees those of the next 64 slots whose bits are set.
+    """
     is_seen_MS = slot_S[None, :] < len_M[:, None]
     if IS_TREE:
         node_MS = slot_S[None, :] - len_M[:, None]
@@ -35,9 +40,11 @@ def seen(slot_S, len_M, bits_M, IS_TREE: tl.constexpr):
 
 @triton.jit
 def only_seen(score_MS, v_SV, is_seen_MS):
-    """Scores and values of a tile whose slots are hidden from some queries: a weight of 0 does not
-    hide a value that is not finite, so such a value becomes 0, and the score of a query that sees
-    its slot NaN."""
+    """Return scores and values of a tile, without non-finite values in hidden slots.
+
+    A weight of 0 does not hide a non-finite value. Such values become 0, and queries that see their
+    slot get the score NaN.
+    """
     is_number_SV = tl.abs(v_SV.to(tl.float32)) < float("inf")
     is_broken_S = tl.min(is_number_SV.to(tl.int32), 1) == 0
     score_MS = tl.where(is_seen_MS & is_broken_S[None, :], float("nan"), score_MS)

@@ -1,8 +1,7 @@
-"""How products are cut into tiles, and how much a program loads ahead: settings, each of which is
-right or wrong by what a device measures.
+"""Tile sizes and pipeline depths of products, tuned by measurement.
 
-Memory gives all it has if tens of KB are under way to every processor, so tiles of few bytes take
-more stages; what is read in all is less with larger tiles.
+Full memory bandwidth needs tens of KB in flight per processor, so small tiles take more stages.
+Larger tiles read less in total.
 """
 
 from typing import NamedTuple
@@ -13,12 +12,19 @@ from torch import Tensor
 from tandem.model.kernels.base import BLOCK
 
 MIN_PART_WIDTH = 1024
-"""Of a width that is summed in parts, which takes a launch more."""
+"""Minimum number of values in a part if a width is summed in parts, which costs one more launch."""
 MIN_STAGES, MAX_STAGES = 3, 8
 
 
 class Tile(NamedTuple):
-    """Rows by outputs by values that a program multiplies at once; sums are of ``num_parts``."""
+    """Tile of a product and its launch options.
+
+    Attributes:
+        block_m: Number of rows per program.
+        block_n: Number of outputs per program.
+        block_k: Number of values that a program multiplies at once.
+        num_parts: Number of parts that the width is summed in.
+    """
 
     block_m: int
     block_n: int
@@ -28,13 +34,16 @@ class Tile(NamedTuple):
     num_parts: int = 1
 
     def options(self, *names: str) -> dict[str, int]:
-        """Of a launch, where a kernel calls its blocks by these ``names``."""
+        """Return keyword arguments for a kernel launch.
+
+        ``names`` are the kernel's parameters for block_m, block_n and block_k, in this order.
+        """
         given = zip(names, self[:3], strict=True)
         return {**dict(given), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 EXACT = Tile(16, 32, 32, 4, 3)
-"""For fp32, which nothing multiplies fast."""
+"""Tile for fp32, which tensor cores do not multiply exactly."""
 
 
 def tile_for_product(
@@ -44,8 +53,15 @@ def tile_for_product(
     busy: int,
     is_cut: bool,
 ) -> Tile:
-    """Of so many ``rows`` of each matrix and so many matrices, of this ``shape``: halves, outputs
-    of each, width, which may be cut if it ``is_cut``. ``busy`` processors want programs."""
+    """Choose the tile of a product.
+
+    Args:
+        rows: Number of rows per matrix, and number of matrices.
+        shape: Number of halves of a matrix, outputs of each half, and width.
+        x_w: Inputs and weights.
+        busy: Number of processors to occupy.
+        is_cut: The width may be summed in parts.
+    """
     x, w = x_w
     if x.dtype == torch.float32:
         return EXACT
@@ -67,7 +83,7 @@ def tile_for_product(
 def tile_for_experts(
     num_pairs: int, x: Tensor, w: Tensor, block_n: int, num_matrices: int = 1
 ) -> Tile:
-    """Of so many pairs of an expert, by as many outputs of each of its matrices."""
+    """Choose the tile for ``num_pairs`` pairs per expert and ``block_n`` outputs per matrix."""
     if x.dtype == torch.float32:
         return EXACT
     return _with_stages(min(64, _block_m(num_pairs)), block_n, BLOCK, (x, w), num_matrices)
@@ -80,7 +96,7 @@ def _block_m(num_rows: int) -> int:
 def _with_stages(
     block_m: int, block_n: int, block_k: int, x_w: tuple[Tensor, Tensor], num_matrices: int = 1
 ) -> Tile:
-    """As many as leave room for several programs on a processor."""
+    """Return the tile with the most stages that still let several programs share a processor."""
     x, w = x_w
     rows = block_m * x.element_size() + num_matrices * block_n * w.element_size()
     room = (64 if block_m <= 32 else 108) * 1024

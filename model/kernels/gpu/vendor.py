@@ -1,5 +1,7 @@
-"""Triton's kernels, and what libraries have instead of some: attention of many pairs by FlashMLA,
-and products of many quantised rows with FP8 matrices by cuBLAS (model.kernels=vendor).
+"""Triton kernels, some of which vendor libraries replace (``model.kernels=vendor``).
+
+FlashMLA computes attention of many pairs. cuBLAS computes products of many quantised rows with FP8
+matrices.
 
 Shape legend: X rows, K their width, M outputs, G groups of 128 values.
 """
@@ -16,11 +18,12 @@ from tandem.model.kernels.gpu.fp8 import quantise
 from tandem.model.kernels.gpu.kernels import TritonKernels
 
 MIN_CUBLAS_ROWS = 1024
-"""Of products by cuBLAS, which is as fast as any from there on (vLLM's pull request 49932)."""
+"""Minimum number of rows for cuBLAS. From there on nothing is faster (pull request 49932 of
+vLLM)."""
 
 
 class VendorKernels(TritonKernels):
-    """``attention`` is FlashMLA's operator."""
+    """Triton kernels with FlashMLA and cuBLAS. ``attention`` is FlashMLA's operator."""
 
     name = "vendor"
 
@@ -52,8 +55,11 @@ class VendorKernels(TritonKernels):
 
 
 def by_cublas(x: Fp8BlockWeight, w: Fp8BlockWeight) -> Tensor:
-    """x that was quantised times one matrix: [X, M] bf16. Factors of x lie with rows side by side,
-    those of w with groups, by fours both (pytorch's pull request 166752)."""
+    """Multiply quantised rows x by one FP8 matrix, which gives [X, M] bf16.
+
+    In memory, rows are adjacent in the scales of x and groups in those of w. The numbers of rows
+    and of groups must be multiples of 4 (pull request 166752 of pytorch).
+    """
     scales_XG, of = x.scales.t().contiguous().t(), F.ScalingType
     given = x.values, w.values[0].t(), scales_XG, of.BlockWise1x128, w.scales[0].t()
     return F.scaled_mm(*given, of.BlockWise128x128, output_dtype=torch.bfloat16)
