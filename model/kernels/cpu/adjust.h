@@ -1,11 +1,11 @@
-// What requests do to their logits (model/sampling/adjust.py: adjust, which says what that is).
+// Adjusts logits by the rules of their requests (penalties, biases), like model/sampling/adjust.py.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Of one row; the first four by token.
+// Logit rules of one row. The first four fields are arrays by token id.
 struct Rules {
   const bool *in_prompt, *ends;
   const int32_t* count;
@@ -14,7 +14,7 @@ struct Rules {
   bool is_too_early;
 };
 
-// Each product is rounded by itself, as torch's is.
+// Contraction to FMA is off, so that each product is rounded like torch's.
 [[gnu::optimize("fp-contract=off")]] inline float ruled(float x, int64_t v, int32_t count,
                                                         const Rules& by) {
   bool is_used = count > 0;
@@ -31,8 +31,8 @@ struct Rules {
   for (int64_t v = 0; v < num; v++) y[v] = ruled(x[v], v, by.count[v], by);
 }
 
-// Logits [B, V]; ``rules`` are AdjustRows' fields in order, drafts [B, N], of which all are seen or
-// those that ``seen`` [B, N] says.
+// Adjusts logits [B, V]. ``rules`` are the fields of AdjustRows in order. Drafts [B, N] count as
+// output tokens: all of them, or those that are true in ``seen`` [B, N].
 Tensor adjust(const Tensor& logits, at::TensorList rules, const Tensor& num_output,
               const Tensor& drafts, const std::optional<Tensor>& seen) {
   int64_t num = logits.size(1), num_drafts = drafts.size(1);

@@ -1,4 +1,4 @@
-// Attention of a few tokens of each sequence over its pages: in latent space, or of grouped queries.
+// Attention of decode steps over a paged cache: absorbed MLA and grouped-query attention.
 #pragma once
 
 #include "norms.h"
@@ -6,10 +6,10 @@
 
 namespace {
 
-constexpr int64_t kSplit = 256;       // tokens of context that one task attends to
-constexpr int kQueries = kLanes / 2;  // rows of queries computed together, at most
+constexpr int64_t kSplit = 256;       // number of context tokens per task
+constexpr int kQueries = kLanes / 2;  // maximum number of queries computed together
 
-// Queries or values ``num`` as floats in the order in which ``load`` brings two vectors of T.
+// Converts ``num`` values to float, in the order of the ``load`` of two vectors ("unfolded").
 template <class T>
 void unfold(const T* from, float* to, int64_t num) {
   int64_t i = 0;
@@ -20,7 +20,7 @@ void unfold(const T* from, float* to, int64_t num) {
   to_float(from + i, to + i, num - i);
 }
 
-// scores[q][s] for Q unfolded queries [., width] and ``num`` keys, each at keys[s].
+// Computes scores[q][s] of Q unfolded queries [., width] and ``num`` keys; key s is at keys[s].
 template <int Q, class T>
 void score(const float* q, const T* const* keys, int64_t num, int64_t width, float* scores) {
   constexpr int S = kLanes / Q;
@@ -52,8 +52,8 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
   }
 }
 
-// Scores of ``num`` keys, of which the first ``seen`` are seen, to weights; their sum, the largest.
-// The largest is no less than ``before``.
+// Turns the scores of ``num`` keys into softmax weights relative to ``largest``, and sums them in
+// ``total``. Only the first ``seen`` keys are visible. ``largest`` is at least ``before``.
 inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest,
                    float& total, float before = kNever) {
   Vec sums{}, most = splat(kNever);
@@ -75,9 +75,9 @@ inline void soften(float* scores, int64_t num, int64_t seen, float scale, float&
   total = sum(sums);
 }
 
-// out[q][c] = sum over s of weights[q][s] * keys[s][apart + c], c < num_values, unfolded. All
-// queries see the first ``common`` keys. Of the others a weight of 0 leaves the key out: a value
-// that a query does not see may be no finite number, and 0 times that is NaN.
+// Computes out[q][c] = sum over s of weights[q][s] * keys[s][apart + c], c < num_values, unfolded.
+// All queries see the first ``common`` keys. Later keys of weight 0 are skipped: a hidden value may
+// be non-finite, and 0 times such a value is NaN.
 template <int Q, class T>
 void mix(const float* weights, const T* const* keys, int64_t common, int64_t num,
          int64_t num_values, float* out, int64_t apart) {
@@ -125,7 +125,7 @@ void mix(const float* weights, const T* const* keys, int64_t common, int64_t num
   }
 }
 
-// Entries [begin, end) of the sequence whose pages are ``page``.
+// Finds the addresses of entries [begin, end) of the sequence with the pages ``page``.
 template <class T>
 void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t begin,
           int64_t end, const T** entries) {
@@ -136,9 +136,9 @@ void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width,
   }
 }
 
-// The same of what a node of a tree sees behind its context of ``len``: the slots of its bits, in
-// order, so that its keys come in the order of the same path without a tree. Entries behind those
-// are any.
+// Like ``find``, for the slots after the context of length ``len`` that a tree node sees: those of
+// its bits, in order. Thus keys have the same order as on this path without a tree. Entries after
+// the last bit are arbitrary.
 template <class T>
 void find_path(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t len,
                uint64_t bits, int64_t most, int64_t begin, int64_t end, const T** entries) {
@@ -149,7 +149,7 @@ void find_path(const T* cache, const int64_t* page, int64_t page_size, int64_t w
   }
 }
 
-// Calls f with the least of 2, 4 .. kQueries that is no less than ``num``.
+// Calls f with the smallest of 2, 4 .. kQueries that is at least ``num``.
 template <int Q = 2, class F>
 void with_width(int64_t num, F f) {
   if constexpr (Q < kQueries)
@@ -157,22 +157,22 @@ void with_width(int64_t num, F f) {
   f(std::integral_constant<int, Q>{});
 }
 
-// How many entries a row sees: of its context, and of a tree.
+// Number of entries that a row sees, in its context and its tree.
 struct Seen {
-  const int64_t *lens, *bits;  // no bits: no tree
+  const int64_t *lens, *bits;  // ``bits`` is null without trees
 
   int64_t operator[](int64_t row) const {
     return lens[row] + (bits ? __builtin_popcountll(bits[row]) : 0);
   }
 };
 
-// Contexts cut into tasks of kSplit entries; a sequence's follow one another.
+// Contexts split into tasks of kSplit entries. The tasks of a sequence are consecutive.
 struct Splits {
   struct Task {
     int64_t seq, begin, end;
   };
   std::vector<Task> tasks;
-  std::vector<int64_t> first_of;  // by sequence, and one more
+  std::vector<int64_t> first_of;  // first task of each sequence, then the number of tasks
 
   Splits(Seen seen, int64_t num_seqs, int64_t num_q, int64_t most) {
     for (int64_t b = 0; b < num_seqs; b++) {
@@ -188,8 +188,8 @@ struct Splits {
   }
 };
 
-// What each task came to for each of ``num`` queries, not divided by ``total`` yet. They come in
-// groups of ``group`` that see the same entries, each filled up to whole units.
+// Results of each task for each of ``num`` queries, not yet divided by ``total``. Queries are in
+// groups of ``group`` that see the same entries, padded to a multiple of kQueries.
 struct Parts {
   int64_t group, filled, num, num_values;
   Space<float> sums, largest, total;
@@ -205,7 +205,7 @@ struct Parts {
 
   int64_t place(int64_t x) const { return x / group * filled + x % group; }
 
-  // The query at place x of the tasks [first, last) together.
+  // Merges the results of tasks [first, last) for the query at place x.
   template <class T>
   void merge(int64_t first, int64_t last, int64_t x, float* room, T* to) const {
     float most = kNever, weight = 0;
@@ -225,14 +225,15 @@ struct Parts {
   }
 };
 
-// Queries of a task that are computed together: fewer if threads had no work, none differently.
+// Number of queries of a task that are computed together. Fewer if threads would be idle, which
+// does not change results.
 inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
   int64_t num = kQueries;
   while (num > 2 && num_tasks * ((num_x - 1) / num + 1) < crew().num_threads()) num /= 2;
   return num;
 }
 
-// Keys begin at column ``key_at`` of entries, and values ``apart`` behind them.
+// Attends over entries whose keys start at column ``key_at`` and values ``apart`` columns later.
 template <class T>
 void attend_rows(const Tensor& q, const Tensor& cache, const Tensor& table, const Tensor& lens,
                  const int64_t* bits, int64_t num_values, double scale, const Tensor& out,
@@ -333,7 +334,7 @@ Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const
   return mla_value(o, up_v);
 }
 
-// Entries are keys and values of G heads, each for as many heads of queries that follow another.
+// Entries are keys and values of G heads. Each is shared by H / G consecutive query heads.
 Tensor gqa_attend(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved,
                   const Tensor& cache, const Tensor& table, const Tensor& lens, double scale,
                   const c10::optional<Tensor>& bits) {

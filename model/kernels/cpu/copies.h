@@ -1,4 +1,4 @@
-// Entries of all layers between pages and staging, a run of slots at a time.
+// Copies cache entries of all layers between pages and staging buffers, in runs of adjacent slots.
 
 #pragma once
 
@@ -8,7 +8,8 @@
 
 #include "vectors.h"
 
-// Past the caches: what is copied is more than they hold, and the wire or a later step is next.
+// Minimum bytes for stores that bypass the CPU caches. Such copies exceed the caches, and the data
+// is next read by the network or a later step.
 constexpr int64_t STREAMED_BYTES = 2 << 20;
 
 inline void stream(char* to, const char* from, int64_t num_bytes) {
@@ -26,7 +27,8 @@ inline void stream(char* to, const char* from, int64_t num_bytes) {
 #endif
 }
 
-// Of the slots [T] of layers [num_slots, W] and rows [num_layers, T, W]: see kv_transfer/caches.py.
+// Copies slots [T] of ``layers`` [num_slots, W] to ``rows`` [num_layers, T, W] (gather), or back.
+// See kv_transfer/caches.py.
 inline void copy_rows(at::TensorList layers, const Tensor& slots, const Tensor& rows,
                       bool is_gather) {
   TORCH_CHECK(rows.is_contiguous() && rows.size(0) == int64_t(layers.size()), "rows");

@@ -1,4 +1,4 @@
-// Which experts a token goes to, what they make of it, and the sum.
+// Mixture of experts: routing, the experts' MLPs, and the weighted sum of their outputs.
 #pragma once
 
 #include "products.h"
@@ -41,7 +41,7 @@ void expert_rows(const Tensor& x, const std::optional<Tensor>& tokens,
       int64_t from = token ? token[pair_of[i]] : pair_of[i] / per_token;
       to_numbers(x.const_data_ptr<T>() + from * x.stride(0), rows.get() + i * num_k, num_k);
     }
-    // Blocks of gate and up alternate, so that a task meets both of each.
+    // Blocks of gate and up alternate, so that each task has both for its outputs.
     products<2, W>(into, num_k, 2 * num_blocks,
                    [&](int64_t g, int64_t row, int64_t first, const Vec* sums, int num) {
                      float* to = const_cast<float*>(back[g].x) + row * num_hidden + first / 2;
@@ -71,7 +71,7 @@ Tensor experts(const Tensor& x, const std::optional<Tensor>& tokens,
   return out;
 }
 
-// Indices of the ``num`` largest of ``scores``, the lowest first among equals.
+// Finds the indices of the ``num`` largest ``scores``, the lowest of equals first.
 inline void best(const float* scores, int64_t size, int64_t num, int64_t* ids) {
   std::vector<int64_t> order(size);
   std::iota(order.begin(), order.end(), 0);
@@ -87,7 +87,8 @@ struct Routing {
   float filler, factor;
 };
 
-// scores [E] of one token: what they come to, which experts are chosen, and what these weigh.
+// Routes one token: turns its logits ``scores`` [E] into scores in place, chooses experts ``ids``
+// and computes their ``weights``.
 inline void route_one(float* scores, const float* bias, const Routing& how, int64_t* ids,
                       float* weights) {
   int64_t num = how.num_experts, size = num / how.num_groups;
@@ -101,7 +102,7 @@ inline void route_one(float* scores, const float* bias, const Routing& how, int6
   std::vector<float> chosen(scores, scores + num), of_group(how.num_groups);
   for (int64_t e = 0; e < num; e++) {
     if (bias != nullptr) chosen[e] += bias[e];
-    if (std::isnan(chosen[e])) chosen[e] = kNever;  // which has a place in an order
+    if (std::isnan(chosen[e])) chosen[e] = kNever;  // NaN would break the sort's order
   }
   if (how.num_groups > 1) {
     for (int64_t g = 0; g < how.num_groups; g++) {

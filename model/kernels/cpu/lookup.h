@@ -1,13 +1,15 @@
-// What came after the place in a text where its last tokens stood before (model/drafters/ngram.py).
+// Prompt-lookup drafting: finds an earlier occurrence of a text's last n-gram, and returns the
+// tokens after it (model/drafters/ngram.py).
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// Of rows of ``text`` [R, T], of which ``known`` tokens count: num_drafts tokens behind the best
-// place, and how many of them are known. The longest n-gram of up to max_ngram_size tokens counts, then
-// whether it has as many tokens behind it, then the later place; of oldest ones the earlier alone.
+// Returns num_drafts tokens after the best occurrence, and how many of them are known, for ``rows``
+// of ``text`` [R, T] with ``known`` tokens each. The longest n-gram wins, up to max_ngram_size
+// tokens. Of equally long ones, with ``oldest`` the earliest wins. Otherwise, those with num_drafts
+// known tokens after them come first, and then the latest wins.
 std::tuple<Tensor, Tensor> lookup(const Tensor& text, const Tensor& rows, const Tensor& known,
                                   int64_t max_ngram_size, int64_t num_drafts, bool oldest) {
   TORCH_CHECK(text.is_contiguous() && rows.is_contiguous() && known.is_contiguous());

@@ -1,4 +1,4 @@
-// Kernels of a decode or prefill step on CPUs, as operators; ../base.py says what each computes.
+// Registers the CPU kernels as torch operators. ../base.py documents what each of them computes.
 
 #include <torch/library.h>
 

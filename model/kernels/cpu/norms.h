@@ -1,4 +1,4 @@
-// Norms, rotary embedding, and the entry of a cache that they make.
+// RMS norms, rotary embedding, and writing of cache entries.
 #pragma once
 
 #include "vectors.h"
@@ -54,7 +54,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& more, con
   return {total, y};
 }
 
-// Pairs (2j, 2j + 1), or (j, j + R / 2), by R / 2 angles; written as pairs (2j, 2j + 1).
+// Rotates pairs (2j, 2j + 1), or (j, j + R / 2), by R / 2 angles. Writes them as (2j, 2j + 1).
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, bool interleaved, T* y, int64_t width) {
   int64_t num = width / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : num;
@@ -86,7 +86,7 @@ void write_mla_cache(const Tensor& kv, const Tensor& weight, double eps, const T
   });
 }
 
-// Keys of some heads, rotated, and their values.
+// Writes the rotated keys of all heads, then their values.
 void write_gqa_cache(const Tensor& kv, const Tensor& cos, const Tensor& sin, bool interleaved,
                const Tensor& slots, Tensor cache) {
   int64_t num = kv.size(1), width = 2 * cos.size(1);
@@ -107,7 +107,7 @@ void write_gqa_cache(const Tensor& kv, const Tensor& cos, const Tensor& sin, boo
   });
 }
 
-// In every cache entries ``from`` [rows, moves] go to ``to``, a row's moves in order.
+// Copies entries ``from`` [rows, moves] to ``to`` in every cache. The moves of a row run in order.
 void move(at::TensorList caches, const Tensor& from, const Tensor& to) {
   Tensor source = from.contiguous(), target = to.contiguous();
   int64_t num_rows = from.size(0), num = from.size(1);

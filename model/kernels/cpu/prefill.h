@@ -1,14 +1,14 @@
-// Attention of prompts: keys and values are rebuilt, kKeys of one head at a time.
+// MLA of prompts. Keys and values are expanded from latents, kKeys of one head at a time.
 #pragma once
 
 #include "attend.h"
 
 namespace {
 
-constexpr int64_t kKeys = 512;      // of one head that lie expanded at once
-constexpr int64_t kQueryRows = 48;  // that meet them at once
+constexpr int64_t kKeys = 512;      // number of expanded keys of a head at a time
+constexpr int64_t kQueryRows = 48;  // number of query rows that attend to them at a time
 
-// Queries of one sequence's ``num`` newest tokens and the places of all ``context`` entries.
+// The last ``num`` tokens of a sequence as queries, and the addresses of its ``context`` entries.
 template <class T>
 struct Segment {
   const T* const* entries;
@@ -20,8 +20,8 @@ struct Widths {
   int64_t key() const { return nope + rope; }
 };
 
-// One head's keys [num / kBlock, K, kBlock] and values [V / kBlock, kKeys, kBlock] of ``num``
-// entries, rebuilt from their latents by w [(N + V) / kBlock, C, kBlock].
+// Expands ``num`` entries to keys [num / kBlock, K, kBlock] and values [V / kBlock, kKeys, kBlock]
+// of one head, by w [(N + V) / kBlock, C, kBlock].
 template <class T, class W>
 void expand(const T* const* entries, int64_t num, const W* w, int64_t num_k, const Widths& of,
             Number<W>* latents, float* keys, float* values) {
@@ -47,12 +47,12 @@ void expand(const T* const* entries, int64_t num, const W* w, int64_t num_k, con
   }
 }
 
-// What kQueryRows rows or fewer have attended to so far: sums are not divided by ``total`` yet.
+// Softmax state of up to kQueryRows rows. Their weighted sums are not yet divided by ``total``.
 struct Attended {
   float largest[kQueryRows], total[kQueryRows];
 };
 
-// Whether the values [V / kBlock, kKeys, kBlock] of keys [begin, end) are finite numbers.
+// Returns whether the values [V / kBlock, kKeys, kBlock] of keys [begin, end) are finite.
 inline bool has_numbers(const float* values, int64_t begin, int64_t end, int64_t num_values) {
   Vec zeros{};
   for (int64_t v = 0; v < num_values; v += kBlock)
@@ -62,8 +62,8 @@ inline bool has_numbers(const float* values, int64_t begin, int64_t end, int64_t
   return sum(zeros) == 0;
 }
 
-// ``num`` rows q [., K], the first of which sees ``seen`` of the keys and each one more than that
-// before it, go on with ``num_keys`` more.
+// Extends the attention of ``num`` rows q [., K] by ``num_keys`` keys. The first row sees ``seen``
+// of them, and each row one more than the previous.
 inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, const float* keys,
                   const float* values, const Widths& of, float scale, float* weights,
                   Attended& state, float* sums) {
@@ -84,7 +84,7 @@ inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, c
     for (int64_t v = 0; v < of.value; v += kLanes)
       store(sums + row * of.value + v, load(sums + row * of.value + v) * kept);
   }
-  // ``rows`` rows from ``first`` on over ``visible`` keys.
+  // Adds the values of ``visible`` keys to ``rows`` rows, starting at ``first``.
   auto add = [&](int64_t first, int64_t rows, int64_t visible) {
     for (int64_t v = 0; v < of.value; v += kBlock) {
       const float* block[] = {values + v * kKeys};
@@ -95,14 +95,16 @@ inline void go_on(const float* q, int64_t num, int64_t seen, int64_t num_keys, c
       rows_of<1>(weights + first * kKeys, kKeys, rows, block, visible, emit);
     }
   };
-  // A weight of 0 does not hide a value that is not finite: then each row meets what it sees alone.
+  // A weight of 0 does not hide a non-finite value. If there are any, each row adds only the values
+  // that it sees.
   if (has_numbers(values, std::clamp<int64_t>(seen, 0, num_keys), num_keys, of.value))
     return add(0, num, num_keys);
   for (int64_t row = 0; row < num; row++)
     add(row, 1, std::clamp<int64_t>(seen + row, 0, num_keys));
 }
 
-// Rows [begin, end) of a segment over its whole context, one head: out [., V], ``ld`` apart.
+// Attends with rows [begin, end) of a segment over its context, for one head. Rows of ``out`` [.,
+// V] have the stride ``ld``.
 template <class T, class W>
 void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const float* q, const W* w,
                  int64_t num_k, const Widths& of, float scale, T* out, int64_t ld) {
@@ -138,7 +140,7 @@ void attend_head(const Segment<T>& segment, int64_t begin, int64_t end, const fl
     }
 }
 
-// Queries [num, K] of one head as floats, their last values rotated.
+// Converts queries [num, K] of one head to float and rotates their last R values.
 template <class T>
 void turned(const T* q, int64_t ld, int64_t num, const float* cos, const float* sin,
             bool interleaved, const Widths& of, float* out) {
@@ -167,7 +169,7 @@ void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const 
     row += lengths[g];
     page += (contexts[g] + page_size - 1) / page_size;
   }
-  // Rows of a head are only split, and its keys rebuilt for each part, if threads had no work.
+  // The rows of a head are split only if threads would be idle, because each part expands the keys.
   int64_t num_tasks = std::max<int64_t>(1, num_segments * num_heads);
   int64_t num_parts = (crew().num_threads() + num_tasks - 1) / num_tasks;
   in_pieces(num_segments * num_heads * num_parts, 1, [&](int64_t first, int64_t last) {

@@ -1,4 +1,4 @@
-// Rows by packed weights.
+// Products of rows and packed weights.
 #pragma once
 
 #include <ATen/ops/constant_pad_nd.h>
@@ -7,11 +7,11 @@
 
 namespace {
 
-// What a row has for weights that are packed as W, one for each step along K.
+// Type of a row's element at each step along K, for weights that are packed as W.
 template <class W>
 using Number = std::conditional_t<std::is_same_v<W, Two>, Two, float>;
 
-// acc[r][b] = sum over k of x[r, k] * w[b][k, :], steps along K
+// Computes acc[r][b] = sum over k of x[r, k] * w[b][k, :], where k counts steps along K.
 template <int R, int B, class T>
 [[gnu::noinline]] void tile(const Number<T>* x, int64_t ldx, const T* const* w, int64_t num_k,
                             Vec (*acc)[B * kVecs]) {
@@ -21,11 +21,11 @@ template <int R, int B, class T>
   auto weight = [&](int64_t k, int i) {
     return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
   };
-  // What comes next is asked for while this is at work, this tile's or the next one's: last level
-  // caches answer late. Into the second cache, for a first one has few requests open at a time.
+  // Prefetch the weights of later steps, of this tile or the next, because last-level caches have a
+  // high latency. The target is the L2 cache, because an L1 cache has few outstanding requests.
   constexpr int64_t line = kBlock * sizeof(T);
   int64_t ahead = std::min(num_k, kNear / 4 / line), past = (B - 1) * num_k;
-  // Whichever are fewer stay in registers while the others pass by.
+  // Keep the smaller operand, rows or weights, in registers while streaming the other.
   for (int64_t k = 0; k < num_k; k++) {
     int64_t soon = k + ahead < num_k ? k + ahead : k + ahead + past;
     EACH (i, B) __builtin_prefetch(w[i] + soon * kBlock, 0, 2);
@@ -49,7 +49,7 @@ template <int R, int B, class T>
     EACH (i, B * kVecs) acc[r][i] = sums[r][i];
 }
 
-// emit(row, sums) for each of ``num`` rows; B blocks at once, R rows if there are so many.
+// Calls emit(row, sums) for each of ``num`` rows, computing B blocks and up to R rows at a time.
 template <int B, int R = std::min(12, kSums / (B * kVecs)), class T, class Emit>
 void rows_of(const Number<T>* x, int64_t ldx, int64_t num, const T* const* w, int64_t num_k,
              Emit emit) {
@@ -65,7 +65,7 @@ void rows_of(const Number<T>* x, int64_t ldx, int64_t num, const T* const* w, in
                         [&](int64_t r, const Vec* sums) { emit(row + r, sums); });
 }
 
-// Rows that share a weight: x [num, K] times packed w [blocks, K, kBlock], steps along K.
+// Rows x [num, K] with a common packed weight w [blocks, K, kBlock], where K counts steps.
 template <class T>
 struct Group {
   const Number<T>* x;
@@ -73,8 +73,8 @@ struct Group {
   const T* w;
 };
 
-// emit(group, row, first output, sums, number of sums) over all groups, rows and blocks, on all
-// threads; at least kTogether blocks at once.
+// Calls emit(group, row, first output, sums, number of sums) for all groups, rows and blocks, on
+// all threads, computing at least kTogether blocks at a time.
 template <int kTogether, class T, class Emit>
 void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_blocks, Emit emit) {
   struct Task {
@@ -104,8 +104,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
         });
         block += B;
       };
-      // Few rows meet many blocks, so that there are sums enough to hide their latency; no more
-      // than registers hold for all rows at once.
+      // With few rows, take more blocks at a time: enough sums to hide the latency of additions,
+      // but no more than fit in registers for all rows.
       if (task.num <= std::min(4, kSums / (4 * kVecs)))
         while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
       if (task.num <= 3 || kVecs == 1)
@@ -115,7 +115,7 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
   });
 }
 
-// Rows [num, K] of any stride as numbers; ``room`` holds them if they are not such already.
+// Converts rows [num, K] of any stride to ``Number<W>``, in ``room``. No copy if they already are.
 template <class W, class T>
 const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k,
                          Space<Number<W>>& room) {
@@ -126,13 +126,14 @@ const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k,
   return room.get();
 }
 
-// [.., M, K] as [.., M / kBlock, K, kBlock], filled up with zeros.
+// Rearranges [.., M, K] to [.., M / kBlock, K, kBlock], padded with zeros.
 Tensor by_lanes(const Tensor& w) {
   Tensor filled = at::constant_pad_nd(w, {0, 0, 0, (kBlock - w.size(-2) % kBlock) % kBlock});
   return filled.unflatten(-2, {-1, kBlock}).transpose(-1, -2).contiguous();
 }
 
-// For rows of the same type: neighbours along K are one where the processor multiplies two at once.
+// Packs weights for rows of the same dtype. Neighbours along K form a ``Two`` if the processor
+// multiplies bf16 pairs.
 Tensor pack(const Tensor& w) {
   Tensor packed = by_lanes(w);
   if (!kHasTwos || w.scalar_type() != at::kBFloat16 || w.size(-1) % 2 != 0) return packed;
@@ -140,7 +141,7 @@ Tensor pack(const Tensor& w) {
   return twos.reshape(packed.sizes());
 }
 
-// f(packed, number of values along K that a step has) with what ``pack`` made of weights.
+// Calls f(packed, number of values per step along K) for weights from ``pack``.
 template <class T, class F>
 void with_packed(const T* w, int64_t num_k, F f) {
   if constexpr (kHasTwos && std::is_same_v<T, BFloat16>)
@@ -174,7 +175,7 @@ Tensor linear(const Tensor& x, const Tensor& w, int64_t num_out, bool in_fp32) {
   return y;
 }
 
-// x [M, H, >= K] times w [H, N / kBlock, K, kBlock] into y [M, H, >= N].
+// Multiplies x [M, H, >= K] by w [H, N / kBlock, K, kBlock] for each head, into y [M, H, >= N].
 template <class T>
 void by_head(const Tensor& x, const Tensor& w, Tensor& y) {
   int64_t num = x.size(0), num_heads = x.size(1);

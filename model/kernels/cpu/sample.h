@@ -1,13 +1,13 @@
-// Tokens drawn from adjusted logits (model/sampling/sampler.py: which). Nothing is sorted but what
-// top-k leaves, and noise is made only for tokens that can still be the best with it.
+// Samples tokens from adjusted logits, as model/sampling/sampler.py defines it. Only the top-k
+// tokens are sorted, and noise is computed only for tokens that can still win with it.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-constexpr float kMostNoise = 23.0f;  // of 32 bits it is at most 22.9
-constexpr int64_t kWorthADraw = 1 << 13;  // tokens
+constexpr float kMostNoise = 23.0f;  // noise of 32 bits is at most 22.9
+constexpr int64_t kWorthADraw = 1 << 13;  // minimum number of tokens per task
 
 inline bool any(Ints is) {
 #if defined(__AVX512F__)
@@ -27,7 +27,7 @@ T mix(T x) {
   return x ^ (x >> 16);
 }
 
-// Of one place in an answer: a function of the token alone.
+// Gumbel noise of the tokens at one output position.
 struct Noise {
   uint32_t key;
   Noise(uint64_t seed, int64_t index)
@@ -49,13 +49,14 @@ struct Filters {
 struct Token {
   float score;
   int64_t id;
-  // Whether it stands before ``other``.
+  // Returns whether this token ranks before ``other``: higher score, or the lower id of equals.
   bool operator<(const Token& other) const {
     return score != other.score ? score > other.score : id < other.id;
   }
 };
 
-// The logits of one place by temperature, below the largest one, which is that of ``first``.
+// Logits of one output position, divided by temperature, minus the largest. ``first`` is the token
+// with the largest logit, the lowest of equals.
 class Logits {
  public:
   Logits(const float* x, int64_t num, float temperature) : x_(x), num_(num) {
@@ -68,10 +69,10 @@ class Logits {
     for (int i = 1; i < kLanes; i++) largest = std::max(largest, most[i]);
     temperature_ = temperature > 0 ? temperature : 1.0f;
     largest_ = largest / temperature_;
-    // Equal quotients are equal, but of temperature 0 only equal logits are.
+    // Tokens are equal if their quotients are, but at temperature 0 only if their logits are.
     auto is_first = [&](int64_t i) { return temperature > 0 ? vec(i) == 0 : raw(i) == largest; };
     while (first_ < num && !any(is_first(first_))) first_ += kLanes;
-    if (first_ >= num) first_ = num - kLanes > 0 ? num - kLanes : 0;  // nothing is a number
+    if (first_ >= num) first_ = num - kLanes > 0 ? num - kLanes : 0;  // all are NaN
     for (Ints is = is_first(first_); first_ < num - 1 && !is[0]; first_++) is = is_first(first_ + 1);
   }
 
@@ -99,22 +100,22 @@ inline Ints ids_from(int64_t first) {
   return ids;
 }
 
-// Which of these stand before ``last``, by their logits.
+// Returns which of these tokens rank before ``last``, by their logits.
 inline Ints before(Vec x, Ints ids, const Token& last) {
   return (x > last.score) | ((x == last.score) & (ids < int32_t(last.id)));
 }
 
-constexpr int64_t kBlockTokens = 64 * kLanes;  // whose masses are summed in fp32
+constexpr int64_t kBlockTokens = 64 * kLanes;  // number of tokens whose mass is summed in fp32
 
-// e^x for x up to 0, or up to a sixteenth more: the chord of 2^f lies above it.
+// Returns an upper bound of e^x for x <= 0, at most 1/16 too large: 2^f lies below its chord.
 inline Vec exp_at_most(Vec x) {
   x = x < -80.0f ? splat(-80.0f) : x;
   return (Vec)__builtin_convertvector(x * 12102203.0f + 1065353216.0f, Ints);
 }
 
-// The best with its noise of those that stand before ``last``, or the first of all; ``total`` gets
-// the mass of all, if it is asked for. A token has the score to beat iff its uniform number is below
-// 1 - exp(-e^(x - score)), so below e^(x - score).
+// Returns the token with the best noisy score among those that rank before ``last``, and the first
+// of all if there is none. Adds the mass of all tokens to ``total`` unless it is null. A token
+// reaches ``score`` iff its uniform number is below 1 - exp(-e^(x - score)) <= e^(x - score).
 inline Token best(const Logits& logits, const Noise& noise, const Token& last, double* total) {
   int64_t first = logits.first();
   Token found{logits.at(first) + Noise::of(noise.bits(uint32_t(first))), first};
@@ -147,7 +148,7 @@ inline Token best(const Logits& logits, const Noise& noise, const Token& last, d
   return found;
 }
 
-// Of those that stand before ``last``.
+// Returns the mass of the tokens that rank before ``last``.
 inline double mass_before(const Logits& logits, const Token& last) {
   double total = 0;
   Ints ids = ids_from(0);
@@ -164,7 +165,7 @@ inline double mass_before(const Logits& logits, const Token& last) {
   return total;
 }
 
-// The first k, in order; one at least.
+// Returns the best k tokens in order, at least one.
 inline std::vector<Token> first_of(const Logits& logits, int64_t k) {
   std::vector<Token> found;
   auto cut = [&] {
@@ -182,7 +183,7 @@ inline std::vector<Token> first_of(const Logits& logits, int64_t k) {
     if (found.size() >= room) cut(), floor = found[k - 1].score;
   }
   cut();
-  if (found.empty()) found.push_back({0, logits.first()});  // where nothing is a number
+  if (found.empty()) found.push_back({0, logits.first()});  // all are NaN
   std::sort(found.begin(), found.end());
   return found;
 }
@@ -195,7 +196,8 @@ inline double mass(const std::vector<Token>& first) {
   return total;
 }
 
-// How many of the first ones top-p, of so much mass, and min-p leave; one at least.
+// Returns how many of the tokens ``first`` top-p (of the mass ``total``) and min-p keep, at least
+// 1.
 inline int64_t num_kept(const std::vector<Token>& first, double total, const Filters& filters) {
   double above = 0;
   int64_t num = 0;
@@ -225,12 +227,12 @@ inline int64_t drawn(const Logits& logits, const Noise& noise, const Filters& fi
     Token last{logits.at(found.id), found.id};
     bool is_left = filters.top_p >= 1 || mass_before(logits, last) < filters.top_p * total;
     if (is_left && mass(last) >= filters.min_p) break;
-    found = best(logits, noise, last, nullptr);  // who is left out takes along all behind it
+    found = best(logits, noise, last, nullptr);  // lower ranks are filtered out too
   }
   return found.id;
 }
 
-// The last that filters leave.
+// Returns the lowest-ranking token that the filters keep.
 inline Token last_kept(const Logits& logits, const Filters& filters) {
   bool has_k = filters.top_k > 0 && filters.top_k < logits.num();
   Token none{kNever, logits.num()};
@@ -243,10 +245,10 @@ inline Token last_kept(const Logits& logits, const Filters& filters) {
   }
 }
 
-// Their log probabilities where filters leave them, kNever elsewhere.
+// Writes the log probabilities of the tokens that the filters keep, kNever for the others.
 inline void filter(const Logits& logits, const Filters& filters, float* out) {
   Token last = last_kept(logits, filters);
-  last.id++;  // it is left itself
+  last.id++;  // include the last token itself
   float norm = std::log(mass_before(logits, last));
   Ints ids = ids_from(0);
   for (int64_t i = 0; i < logits.num(); i += kLanes, ids += kLanes) {
@@ -255,7 +257,7 @@ inline void filter(const Logits& logits, const Filters& filters, float* out) {
   }
 }
 
-// Token ids [..] of logits [.., V].
+// Returns the token ids [..] of the largest logits [.., V], the lowest of equals.
 Tensor likeliest(const Tensor& logits) {
   int64_t num = logits.size(-1);
   Tensor rows = logits.reshape({-1, num}).contiguous();
@@ -270,7 +272,7 @@ Tensor likeliest(const Tensor& logits) {
   return tokens;
 }
 
-// Whether each place of logits [.., V] has a largest one that is finite, and none that is NaN.
+// Returns whether the largest of each logits [.., V] is finite and none is NaN.
 Tensor are_finite(const Tensor& logits) {
   int64_t num = logits.size(-1);
   Tensor rows = logits.reshape({-1, num}).contiguous();
@@ -299,11 +301,11 @@ Tensor are_finite(const Tensor& logits) {
   return flags;
 }
 
-// The settings of B rows, and logits [B, Q, V].
+// Logits [B, Q, V] and the sampling settings of B rows.
 struct Rows {
   const Tensor &logits, &temperature, &top_k, &top_p, &min_p;
 
-  // Of each place and row: its number, logits, settings.
+  // Calls f(place, row, logits, is sampled, filters) for each of B * Q places.
   template <class F>
   void each(F f) const {
     TORCH_CHECK(logits.scalar_type() == at::kFloat && logits.stride(2) == 1);
@@ -323,7 +325,7 @@ struct Rows {
   }
 };
 
-// Token ids [B, Q].
+// Samples token ids [B, Q].
 Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
             const Tensor& top_p, const Tensor& min_p, const Tensor& seed, const Tensor& index) {
   TORCH_CHECK(seed.is_contiguous());
@@ -336,7 +338,7 @@ Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
   return tokens;
 }
 
-// Log probabilities [B, Q, V].
+// Returns log probabilities [B, Q, V] after temperature and filters.
 Tensor filtered(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
                 const Tensor& top_p, const Tensor& min_p) {
   Tensor out = at::empty(logits.sizes(), logits.options());

@@ -1,6 +1,5 @@
-// A function of tensors whose operators were recorded while it ran once, and are played again
-// without Python: what a captured graph is to a GPU. Every play allocates what it computes, so its
-// results are its caller's to keep.
+// Records the operators of a tensor function while it runs once, and replays them without Python,
+// like a CUDA graph. Every replay allocates its results, so the caller owns them.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
@@ -24,25 +23,25 @@ using c10::IValue;
 
 class Tape;
 thread_local Tape* recording = nullptr;
-thread_local int depth = 0;  // of operators that call operators; only the outermost are kept
+thread_local int depth = 0;  // depth of nested operator calls; only the outermost are recorded
 
 std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& call);
 void on_end(const at::RecordFunction& call, at::ObserverContext*);
 
-// Whoever calls these reads values, or brings some that no operator makes: a play would not.
+// Operators that read values on the host or create tensors from host data. They cannot be replayed.
 const std::unordered_set<std::string> kOfTheHost = {
     "aten::item",  "aten::_local_scalar_dense", "aten::is_nonzero",
     "aten::equal", "aten::lift_fresh",          "aten::empty",
-    "aten::resolve_conj"};  // the last by tolist, which reads memory itself
+    "aten::resolve_conj"};  // called by tolist, which then reads memory directly
 
 struct Place {
-  uint32_t argument, item;  // the item counts if the argument is a list
+  uint32_t argument, item;  // index of the item, if the argument is a list
   uint32_t value;
 };
 
 struct Call {
   c10::OperatorHandle op;
-  std::vector<IValue> arguments;  // as recorded: what has no place is a constant
+  std::vector<IValue> arguments;  // recorded arguments; those without a place are constants
   std::vector<Place> places;
   std::vector<Place> results;
   std::vector<uint32_t> last_used;  // values that no later call reads
@@ -50,7 +49,7 @@ struct Call {
 
 class Tape : public torch::CustomClassHolder {
  public:
-  // Operators of this thread are recorded from now on; ``inputs`` will be others in each play.
+  // Starts to record the operators of this thread. Each replay replaces ``inputs``.
   void begin(const std::vector<Tensor>& inputs) {
     TORCH_CHECK(recording == nullptr && calls_.empty(), "a tape is recorded once, one at a time");
     for (const Tensor& input : inputs) number_of(input);
@@ -84,7 +83,7 @@ class Tape : public torch::CustomClassHolder {
     give_back();
   }
 
-  // Recording has ended, in order or not.
+  // Stops recording, also after an exception.
   void stop() {
     if (recording != this) return;
     recording = nullptr;
@@ -118,7 +117,7 @@ class Tape : public torch::CustomClassHolder {
     return names;
   }
 
-  // What is wrong with a call is told at the end: errors of callbacks are lost.
+  // Errors are stored and raised in ``end``, because torch drops exceptions of callbacks.
   void called(const at::RecordFunction& call) {
     auto name = call.operator_name();
     if (!name.has_value() || kOfTheHost.count(name->name))
@@ -146,13 +145,13 @@ class Tape : public torch::CustomClassHolder {
         is_new |= numbers_.count(tensor.unsafeGetTensorImpl()) == 0;
         open_->results.push_back({i, item, number_of(tensor)});
       });
-    // What gave back its own input, and changed nothing, need not be called.
+    // A call that returned its own input and changed nothing can be omitted.
     if (is_new || open_->op.schema().is_mutable()) calls_.push_back(std::move(*open_));
     open_.reset();
   }
 
-  // An operator at any depth, such as the nonzero of an index that is a mask: the index itself has
-  // the tag whatever it is.
+  // Checks operators at any depth, such as nonzero inside an index by a mask. The index operator is
+  // excluded, because it has the tag even if its indices are no masks.
   void check_shape(const at::RecordFunction& call) {
     auto name = call.operator_name();
     if (!name.has_value() || name->name == "aten::index") return;
@@ -163,21 +162,22 @@ class Tape : public torch::CustomClassHolder {
   }
 
  private:
-  // A recording holds at once what a play takes one after the other: malloc would keep that, and
-  // what lives on lies scattered in it.
+  // Returns freed memory to the system. Recording keeps all intermediate tensors at once, which a
+  // replay does not. Without this, malloc would keep the memory, fragmented by longer-lived
+  // tensors.
   static void give_back() {
 #ifdef __GLIBC__
     malloc_trim(0);
 #endif
   }
 
-  // Into an argument or an item of it.
+  // Sets an argument or an item of it.
   static void put(IValue& argument, size_t item, const IValue& value) {
     if (!argument.isList()) {
       argument = value;
       return;
     }
-    // A copy, or the recorded list would keep this play's tensors until the next one.
+    // Copies the list. Otherwise the recorded one would hold this replay's tensors until the next.
     auto items = argument.toList().copy();
     items.set(item, value);
     argument = items;
@@ -213,7 +213,7 @@ class Tape : public torch::CustomClassHolder {
   std::vector<Call> calls_;
   std::optional<Call> open_;
   std::unordered_map<c10::TensorImpl*, uint32_t> numbers_;
-  std::vector<Tensor> kept_;  // so that no two values of a recording share an address
+  std::vector<Tensor> kept_;  // keeps tensors alive, so that no two values share an address
   std::vector<size_t> outputs_;
   size_t num_inputs_ = 0, num_values_ = 0;
   std::string wrong_;

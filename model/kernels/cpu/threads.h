@@ -1,8 +1,8 @@
-// The threads of a process, which compute for whoever has work.
+// Thread pool of a process with work stealing.
 //
-// Work is claimed, not dealt, so nobody waits for a thread whose core was taken from it, but for
-// the piece that it was in the middle of. A thread claims what is its share first, the same in
-// every call, as its cache holds the weights of that; then what others have left.
+// Threads claim pieces of work, so a preempted thread delays a call by at most the piece that it is
+// computing. A thread first claims the pieces of its own share, which is the same in every call,
+// because its cache holds their weights. Then it claims remaining pieces of other shares.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -17,8 +17,8 @@ namespace {
 
 class Crew {
  public:
-  // f(begin, end) for pieces of ``grain`` that together are [0, num). One caller has the others'
-  // help at a time; whoever comes meanwhile, or is its fork, computes alone.
+  // Calls f(begin, end) for pieces of ``grain`` that cover [0, num). The pool serves one caller at
+  // a time. Concurrent callers, and forks of a caller, compute everything on their own thread.
   template <class F>
   void run(int64_t num, int64_t grain, const F& f) {
     int64_t num_pieces = (num + grain - 1) / grain;
@@ -40,7 +40,7 @@ class Crew {
 
  private:
   static constexpr int kMost = 64;
-  static constexpr int kLooks = 4000;  // some 50 us: few gaps of a step last longer
+  static constexpr int kLooks = 4000;  // spins for about 50 us; few gaps within a step last longer
 
   struct alignas(64) Share {
     std::atomic<int64_t> next;
@@ -68,7 +68,7 @@ class Crew {
     }
   }
 
-  // What others are in the middle of is waited for; once this returns they look at nothing of it.
+  // Waits for pieces in progress. Afterwards no other thread accesses the caller's data.
   void close() {
     number_.fetch_add(1);
     for (int looks = 0, num; (num = num_inside_.load()) > 0; looks++)
@@ -105,21 +105,21 @@ class Crew {
 
   std::atomic<int> num_threads_{1};
   std::mutex busy_;
-  void (*call_)(const void*, int64_t) = nullptr;  // these four change while it is closed
+  void (*call_)(const void*, int64_t) = nullptr;  // these four change only while the pool is closed
   const void* of_ = nullptr;
   int num_shares_ = 0;
   Share shares_[kMost];
   int num_others_ = 0;
-  alignas(64) std::atomic<uint32_t> number_{0};  // of what is open, odd; or that of none, even
+  alignas(64) std::atomic<uint32_t> number_{0};  // number of the call, odd while it is open
   alignas(64) std::atomic<int> num_inside_{0};
 };
 
 inline Crew& crew() {
-  static Crew* all = new Crew;  // never ends: its threads do not
+  static Crew* all = new Crew;  // never destroyed, because its threads never end
   return *all;
 }
 
-// Of this process, callers too.
+// Sets the number of threads of this process, including the caller.
 void use_threads(int64_t num) {
   TORCH_CHECK(num > 0, "threads: ", num);
   crew().use(num);

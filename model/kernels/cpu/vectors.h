@@ -1,7 +1,7 @@
-// Vectors of floats, and memory for them.
+// Vectors of floats, and aligned memory for them.
 //
-// Weights and activations are fp32 or bf16, arithmetic is fp32. One (row, output) is always summed
-// in the same order, so results depend neither on the batch a row is in nor on threads.
+// Weights and activations are fp32 or bf16, arithmetic is fp32. Each (row, output) is always summed
+// in the same order, so results depend neither on the batch nor on the number of threads.
 // Shape legend as in ../base.py; K inner dimension, M rows, N outputs.
 #pragma once
 
@@ -29,19 +29,19 @@ using at::Tensor;
 using c10::BFloat16;
 
 #ifdef __AVX512F__
-constexpr int kLanes = 16, kSums = 24;  // that registers hold beside what is multiplied
+constexpr int kLanes = 16, kSums = 24;  // number of sums that fit in registers besides operands
 #else
 constexpr int kLanes = 8, kSums = 12;
 #endif
-constexpr int kBlock = 16;  // outputs that lie side by side in packed weights
+constexpr int kBlock = 16;  // number of outputs that are interleaved in packed weights
 constexpr int kVecs = kBlock / kLanes;
 constexpr int64_t kRowChunk = 96;
-constexpr int64_t kWorthATask = 1 << 15;  // multiplications
-constexpr int64_t kNear = 1 << 14;        // bytes that stay in a first cache beside others
+constexpr int64_t kWorthATask = 1 << 15;  // minimum number of multiplications per task
+constexpr int64_t kNear = 1 << 14;        // bytes that stay in the L1 cache besides other data
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
-// Two neighbours along K, bf16 both: the earlier one in the upper half, which is multiplied first.
-// So sums have the bits that products one after the other give (but for numbers below 1e-38).
+// Two bf16 neighbours along K. The earlier one is in the upper half, which is multiplied first. So
+// sums are bitwise those of consecutive products (except for numbers below 1e-38).
 struct Two {
   uint32_t bits;
 };
@@ -56,7 +56,7 @@ typedef uint32_t Bits __attribute__((vector_size(kLanes * 4)));
 typedef int32_t Ints __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 
-// Unrolled, so that arrays of sums live in registers.
+// Unrolled loop, so that arrays of sums are kept in registers.
 #define EACH(i, num) _Pragma("GCC unroll 32") for (int i = 0; i < (num); i++)
 
 inline Vec load(const float* p) {
@@ -90,7 +90,7 @@ inline void add_product(Vec& sum, float x, Vec w) { sum += x * w; }
 #endif
 }
 
-// 2 * kLanes values, in an order of their own: cheaper than one after the other.
+// Loads 2 * kLanes values in an order that depends on the type and is cheaper than the original.
 inline void load(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
 
 inline void load(const BFloat16* p, Vec& even, Vec& odd) {
@@ -111,7 +111,7 @@ inline Bits rounded(Vec v) {
   std::memcpy(p, &h, sizeof h);
 }
 
-// What ``load`` of two brought, back in its places.
+// Stores two vectors in the original order; the inverse of ``load`` of two.
 inline void store(float* p, Vec a, Vec b) { store(p, a), store(p + kLanes, b); }
 
 inline void store(BFloat16* p, Vec even, Vec odd) {
@@ -138,7 +138,7 @@ inline float sum(Vec v) {
   return total;
 }
 
-// Memory for ``num`` values, whatever is in it; it begins with a line of the cache.
+// Uninitialised memory for ``num`` values, aligned to a cache line.
 template <class T>
 class Space {
  public:
@@ -159,7 +159,7 @@ Space<T> space(int64_t num) {
   return Space<T>(num);
 }
 
-// e^x to 2 ulp where that is a normal number, else the nearest that is: 2^k times a polynomial
+// Returns e^x with an error of at most 2 ulp, clamped to normal numbers: 2^k times a polynomial
 // (Cephes).
 inline Vec exp(Vec x) {
   x = x < -87.0f ? splat(-87.0f) : x;
@@ -186,7 +186,7 @@ void to_numbers(const T* from, float* to, int64_t num) {
   to_float(from, to, num);
 }
 
-// ``num`` pairs.
+// Converts ``num`` pairs.
 [[maybe_unused]] inline void to_numbers(const BFloat16* from, Two* to, int64_t num) {
   for (int64_t i = 0; i < num; i++) {
     uint32_t both;
@@ -195,7 +195,7 @@ void to_numbers(const T* from, float* to, int64_t num) {
   }
 }
 
-// Up to kLanes values at once; what a vector would overrun is written one by one.
+// Stores up to kLanes values; one by one if a vector would exceed ``room``.
 template <class T>
 void put(T* to, Vec v, int64_t room) {
   if (room >= kLanes) return store(to, v);
