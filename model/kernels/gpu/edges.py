@@ -10,8 +10,8 @@ Shape legend: X places, S splits, V tokens of a split, J values of a digit.
 
 ``settings`` are columns of SamplingRows. ``left`` has three tensors. The first is the largest key
 and token of each split [X, S]. The second has the results of the splits [slots, X, S, 2, J]. The
-third has states [slots, X, 4]: the key as far as it is found, the amount above it, the wanted
-amount, and the key above which tokens count at all.
+third has states [slots, X, 4]. A state is the key as far as it is found, the amount above it, the
+wanted amount, and the floor: the key above which tokens count at all.
 """
 
 import triton

@@ -129,7 +129,7 @@ def _attend_groups(
         top_M, sum_M, out_MK = weighed(score_MS, v_SK, top_M, sum_M, out_MK)
 
     at_M = (row_M * (NUM_GROUPS * NUM_EACH) + head_M) * NUM_PARTS + of
-    is_seen_M = sum_M != 0  # NaN, too
+    is_seen_M = sum_M != 0  # also true for NaN
     safe_M = tl.where(is_seen_M, sum_M, 1.0)
     lse_M = tl.where(is_seen_M, top_M + tl.log2(safe_M), float("-inf"))
     tl.store(lse + at_M, lse_M, mask=is_pair_M)

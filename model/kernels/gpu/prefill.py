@@ -75,8 +75,8 @@ def _tiles(
 ) -> Tensor:
     """Return the tiles of a batch: [tiles, 4] int32, in descending order of work.
 
-    The columns are the first row, the number of rows, the first slot of the segment, and the number
-    of slots that the first row sees. Cached, because all layers of a pass use the same tiles.
+    The columns are first row, number of rows, first slot of the segment, and number of slots that
+    the first row sees. Cached, because all layers of a pass use the same tiles.
     """
     tiles, row, slot = [], 0, 0
     for num, context in zip(lengths, contexts, strict=True):

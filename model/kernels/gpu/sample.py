@@ -1,7 +1,7 @@
 """Sampling from adjusted logits, and their filtered distribution (see model/sampling/sampler.py).
 
 Rows are split over programs, in successive launches. Filters need no sort (edges.py). Sums are
-computed in a fixed order, independent of the batch. They differ from torch's in the last bits, so a
+computed in a fixed order, independent of the batch. They differ from torch's in the last bits. So a
 token at the edge of top-p may be kept by one and filtered out by the other.
 
 Shape legend: see edges.py.
@@ -135,7 +135,7 @@ def _score(
 ):
     place = tl.program_id(0).to(tl.int64)
     b = place // logits[3]
-    # The token with the largest logit, if no other has a score.
+    # Default: the token with the largest logit, if no other has a score.
     best = tl.max(load_splits(left[0], 0, SPLITS), 0) & 0xFFFFFFFF
     if tl.load(settings[0] + b) > 0:
         at_V, kept_V = is_kept(logits, settings, left, BLOCK, SPLITS)
