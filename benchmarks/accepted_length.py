@@ -84,7 +84,7 @@ def measure(
     )
     counts: list[SpeculationCounts] = []
     num_emitted = 0
-    title = f"n = {num_drafts}, {'ship' if handover_hidden else 'zero'}_hidden"
+    title = f"n = {num_drafts}, handover_hidden={handover_hidden}"
     for batch in track(list(batches(asked, BATCH)), title, console=Console(stderr=True)):
         num_first = len(bench.start_all(*batch))
         bench.frames.clear()
@@ -111,7 +111,7 @@ def measure(
 
 def show(rows: list[dict[str, object]], title: str) -> Table:
     table = Table(title=title)
-    for column in ("n", "nodes", "first step", "accepted length", "per position", "first-step"):
+    for column in ("n", "nodes", "handover", "accepted length", "per position", "first-step"):
         table.add_column(column)
     for row in rows:
         positions = row["accepted_per_position"]
@@ -119,7 +119,7 @@ def show(rows: list[dict[str, object]], title: str) -> Table:
         table.add_row(
             str(row["num_drafts"]),
             f"{row['num_nodes']:.1f}",
-            str(row["first_step"]),
+            str(row["handover_hidden"]),
             f"{row['accepted_length']:.2f}",
             " ".join(f"{p:.2f}" for p in positions),
             f"{row['first_step_accepted']:.2f}",
