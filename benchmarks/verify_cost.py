@@ -1,4 +1,4 @@
-"""v and c: what verifying n drafts and making one cost, by a step without drafts (seeds 003).
+"""v and c: what verifying n drafts and making one cost, by a step without drafts.
 
     python -m benchmarks.verify_cost [--rows 1,8,32] [--num-threads 2] [--json]
     python -m benchmarks.verify_cost --nodes 1,2,4,8,16,32,63 [--plot FILE.png]

@@ -36,7 +36,10 @@ def product(num_weights: float, num_tokens: float, item_bytes: int = ITEM_BYTES)
 
 
 def attention(config: ModelConfig, num_rows: int, num_q: int, context: int) -> Work:
-    """Over latents, which all heads and query rows of a row share (spec §3, absorbed form)."""
+    """Work of attention over latents, which all heads and query rows of a row share.
+
+    This is the absorbed form of docs/concepts/model.md.
+    """
     entries = num_rows * context
     flops = 2 * entries * num_q * config.num_attention_heads
     flops *= config.latent_dim + config.kv_lora_rank

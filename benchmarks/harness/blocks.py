@@ -28,7 +28,7 @@ def dense(packed: Fp8BlockWeight, num_parts: int, slot: int) -> Tensor:
 
 
 def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Values and scales of a matrix, as a checkpoint holds them (spec §6)."""
+    """Values and scales of a matrix, as a checkpoint holds them (docs/concepts/model.md)."""
     rows, columns = (-(-size // block) for size in weight.shape)
     scale = torch.zeros(rows, columns)
     values = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)

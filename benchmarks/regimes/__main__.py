@@ -1,5 +1,5 @@
-"""When drafts pay, by rows and context: the regime model of MagicDec (arXiv 2408.11049, seeds 003)
-beside what was measured.
+"""When drafts pay, by rows and context: the regime model of MagicDec (arXiv 2408.11049)
+next to what was measured.
 
     python -m benchmarks.regimes [--json docs/regimes.json] [--plot docs/regimes.png]
 

@@ -1,4 +1,7 @@
-"""Equal scores: the lowest expert ids and groups win, in every way of choosing (spec §4, Ties)."""
+"""Equal scores: the lowest expert ids and groups win, in every way of choosing.
+
+The rule is stated in docs/concepts/model.md, Mixture of experts.
+"""
 
 import json
 from pathlib import Path
