@@ -27,7 +27,7 @@ import asyncio, os, signal, sys
 from tandem.cluster.control.members import RayMembers
 from tandem.cluster.control.ray_session import ray_session
 from tandem.core.config import load
-from tandem.core.control import Done
+from tandem.core.control import Empty
 from tandem.core.errors import RankLost
 from tandem.core.schema import decode
 
@@ -43,9 +43,9 @@ async def main():
         members.report("decode-0", old.spec.epoch, "its frames stopped")
         snapshot = members.membership
         while not decodes(snapshot) or decodes(snapshot) == [old]:
-            snapshot = await members.changed(snapshot.version)
+            snapshot = await members.wait_for_change(snapshot.version)
         [new] = decodes(snapshot)
-        decode(Done, await members.control(new.spec).call("ping", b""))
+        decode(Empty, await members.control(new.spec).call("ping", b""))
         assert old.spec.epoch < new.spec.epoch and new.frames is not None
         try:
             await members.control(old.spec).call("ping", b"")
@@ -71,12 +71,12 @@ async def main():
     async with ray_session(sys.argv[1]):
         for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8", "other-10.7"):
             ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
-        kept = [RankSpec("other-0", "decode", 9, room=4), RankSpec("other-1", "decode", 9)]
+        kept = [RankSpec("other-0", "decode", 9, placement_group_epoch=4), RankSpec("other-1", "decode", 9)]
         kept = [*kept, RankSpec("other-10", "decode", 7)]
         for number in (0, 1, 10):
             remove_placement_groups(kept, f"other-{number}")
         print(*rooms())
-        await RayMachines().clear("other-1")
+        await RayMachines().release_placement_group("other-1")
         print(*rooms())
         for number in (0, 1, 10):
             remove_placement_groups((), f"other-{number}")

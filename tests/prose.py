@@ -80,6 +80,9 @@ _PATH = re.compile(
 )
 _SPEC = re.compile(r"\bspec(?:ification)? (?:§|section)|\bdesign\.md\b|\bseeds? \d{3}\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z`\"(])")
+_ENTRY = re.compile(r"\n\s*(?=[\w`*, ]{1,60}: )|\n\s*\n|\n(?=\s*[-|] )|:\s*\n")
+"""Ends of lines before an entry of Google's Args and Attributes, a list item, a row or a
+paragraph."""
 _IGNORED = re.compile(r"https?://\S+|``[^`]+``|`[^`]+`|\[[^\]]*\]\([^)]*\)")
 PAIRS = (
     {"lo", "hi"},
@@ -186,6 +189,12 @@ def _paragraphs(path: str, source: str) -> Iterator[Text]:
         held.append(line.strip().lstrip("-*#> "))
 
 
+def _sentences(text: str) -> Iterator[str]:
+    """Yield the sentences of a text; entries of lists and tables count by themselves."""
+    for part in _ENTRY.split(text):
+        yield from _SENTENCE.split(" ".join(part.split()))
+
+
 def findings(text: Text) -> Iterator[Finding]:
     """Yield what the rules find in a text."""
 
@@ -204,7 +213,7 @@ def findings(text: Text) -> Iterator[Finding]:
     if text.kind != "message":
         for clause in _HEADLESS.findall(plain):
             yield found("headless", clause.strip())
-        for sentence in _SENTENCE.split(" ".join(plain.split())):
+        for sentence in _sentences(plain):
             num = len(re.findall(r"\b[\w'-]+\b", sentence))
             if num > MAX_WORDS and "|" not in sentence:
                 yield found("long", f"{num} words: {sentence[:60]}")

@@ -21,7 +21,7 @@ def on_ranks(num_ranks: int, work: Callable[[Collectives], Result]) -> list[Resu
 
     def run(rank: int) -> Result:
         group = connect(lambda: store, rank, num_ranks, CPU, "127.0.0.1")
-        group.begin(1, 20.0)
+        group.start_step(1, 20.0)
         try:
             result = work(group)
             done.wait(30)

@@ -89,7 +89,7 @@ def launches_of(
     def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    with mode, torch.inference_mode(), patch("tandem.model.loaded.zeros", zeros):
+    with mode, torch.inference_mode(), patch("tandem.model.loaded.allocate_zeros", zeros):
         steps = Steps(loaded, num_rows, context, num_drafts)
         with noted(kernels) as found:
             steps.step()

@@ -144,7 +144,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 @lru_cache(maxsize=4)
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' model of the checkpoint, its MTP keys made findable (docs/concepts/model.md)."""
+    """transformers' model of the checkpoint, its MTP keys made findable
+    (docs/concepts/model.md)."""
     config = ModelConfig.from_dir(folder)
     first, num_mtp_layers = config.num_hidden_layers, config.num_nextn_predict_layers
     patterns = [rf"model\.layers\.{i}\..*" for i in range(first, first + num_mtp_layers)]

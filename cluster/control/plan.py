@@ -119,7 +119,8 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
             sorted({m.labels[GROUP_LABEL] for m in machines if GROUP_LABEL in m.labels}) or "none"
         )
         return (
-            f"{plan.name}: no room: no machine of this Ray is of {section}.group={plan.group!r}; "
+            f"{plan.name}: no room: no machine of this Ray is of "
+            f"{section}.node_group={plan.group!r}; "
             f"of groups there are {known_groups} (Ray's label {GROUP_LABEL}, on Kubernetes the "
             "worker group)"
         )

@@ -138,13 +138,13 @@ def _stop_as_it_loads(files: Any) -> None:
 
 def _stop_as_it_compiles(build: Any) -> None:
     """While its compiler runs."""
-    computed_s = build._computed_s
+    computed_s = build._cpu_s
 
     def computed(pid: int) -> float:
         _stop("compiling")
         return float(computed_s(pid))
 
-    build._computed_s = computed
+    build._cpu_s = computed
 
 
 MESSAGE_S = 2.0

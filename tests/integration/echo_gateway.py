@@ -72,7 +72,7 @@ class EchoGateway:
     def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
         """Its queue is never full."""
 
-    def begin(self, request: Request) -> SimpleNamespace:
+    def start_answers(self, request: Request) -> SimpleNamespace:
         aborted = asyncio.Event()
 
         def abort() -> None:

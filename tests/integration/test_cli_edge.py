@@ -191,7 +191,7 @@ def test_list_keys_prints_the_configuration() -> None:
 
 CLEANING = """
 import asyncio, signal
-from tandem.cluster.commands.common import run
+from tandem.cluster.commands.common import run_command
 
 async def main():
     told = asyncio.Event()
@@ -204,7 +204,7 @@ async def main():
         await told.wait()
         print("clean", flush=True)
 
-run(main())
+run_command(main())
 """
 
 

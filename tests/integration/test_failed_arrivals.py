@@ -23,7 +23,7 @@ def scatter(cluster: Rig) -> tuple[Any, str]:
 
 
 def begin(cluster: Rig) -> tuple[Any, str]:
-    return cluster.decodes[0].engine._launcher.rows, "begin"
+    return cluster.decodes[0].engine._launcher.rows, "add_row"
 
 
 def find_control(cluster: Rig) -> tuple[Any, str]:

@@ -109,12 +109,12 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
         dispatches = [rank.engine._loaded.dispatch for rank in ranks]
         await until(lambda: not any(rank.engine.has_work() for rank in ranks))
         assert ranks[0].engine.num_steps == ranks[1].engine.num_steps > 3 * 4 * 2
-        warming = sum(sum(one.computed()) for one in dispatches)
+        warming = sum(sum(one.num_computed_rows()) for one in dispatches)
         assert warming < 100 < 1000 < sum(num_here)
         for request in requests(3, 20):
             ids, _, _ = await cluster.complete(request)
             near_ties(small_model, list(request.prompt_ids), ids)
-        assert sum(sum(one.computed()) for one in dispatches) > warming + 100
+        assert sum(sum(one.num_computed_rows()) for one in dispatches) > warming + 100
         await cluster.check_empty()
 
 
@@ -235,7 +235,7 @@ async def test_an_exception_inside_the_program_ends_the_epoch_and_names_who(
 async def test_prefill_before_the_program_and_inside_it(small_model: Path) -> None:
     async with rig(small_model, *SETS) as cluster:
         rank = cluster.prefills[1]
-        failed = fail_once(rank.engine, "_work", RuntimeError("cosmic ray"))
+        failed = fail_once(rank.engine, "_build_inputs", RuntimeError("cosmic ray"))
         asked = requests(4)
         answers = await asyncio.gather(*map(cluster.complete, asked))
         assert failed() and all(map(is_exact, [small_model] * 4, asked, (a[0] for a in answers)))

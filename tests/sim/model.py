@@ -165,7 +165,7 @@ class _Dispatch(Dispatch):
         super().__init__(1)
         self.placement = placement
 
-    def join(self, group: Any) -> None:
+    def set_group(self, group: Any) -> None:
         pass
 
 

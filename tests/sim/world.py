@@ -70,7 +70,7 @@ BUILDERS = (
 for _name in BUILDERS:
     import_module(_name)  # not in the middle of a seed
 START_RANK, LINK = parts.start_rank, Sink._link
-ATTACH, SCATTER, BEGIN = Controller._attach, PagedCaches.scatter, Rows.begin
+ATTACH, SCATTER, BEGIN = Controller._attach, PagedCaches.scatter, Rows.add_row
 ONE, OTHER = "one", "other"
 SPARE_STREAMS = 3
 """Open streams beyond those that may have or wait for a row, where gateways have little room."""

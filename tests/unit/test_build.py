@@ -26,7 +26,7 @@ echo made > "$last"
 BUILD = """
 from pathlib import Path
 from tandem.model.kernels import build
-print(build.built())
+print(build.build_library())
 """
 
 

@@ -200,7 +200,7 @@ def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
             cache[0] = poison
         with torch.inference_mode():
             key = StepKey(1, 3, 4)
-            drafts = draft(loaded.drafter, bench.caches, state, key, CHAINS[3].level)
+            drafts = draft(loaded.drafter, bench.caches, state, key, CHAINS[3].draft_shape)
             output = decode_step(loaded, bench.caches, state, key, CHAINS[3])
         own = output.state.drafter
         outputs.append((drafts.tokens_BN.tolist(), output.outcome, own.hidden_BMD))

@@ -129,7 +129,7 @@ def test_sums_in_parts(
     num_rows: int, width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long width where outputs are few; the last part is shorter."""
-    monkeypatch.setattr(tiles, "SHORTEST_PART", BLOCK)
+    monkeypatch.setattr(tiles, "MIN_PART_WIDTH", BLOCK)
     w, x = blocks(1, 40, width, 1), drawn(num_rows, width, torch.float16)
     one = Fp8BlockWeight(w.values[0], w.scales[0])
     got = kernels.linear(x, one, 40)

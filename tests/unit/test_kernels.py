@@ -637,7 +637,7 @@ def test_gpus_that_kernels_are_not_made_for_have_plain_ones_and_it_is_said(
     found = create_kernels("auto", *asked)
     told = f"{name} has compute capability {major}.{minor}"
     assert found.name == TORCH_KERNELS.name and told in found.fallback_reason
-    with pytest.raises(ValueError, match="'triton' cannot be had: .*use auto or plain"):
+    with pytest.raises(ValueError, match="'triton' cannot be had: .*use auto or torch"):
         create_kernels("triton", *asked)
     card.major = 9
     assert create_kernels("auto", *asked).name == "triton"

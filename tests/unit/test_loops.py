@@ -247,7 +247,7 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
         output = decode_step(
             loaded, bench.caches, rows, key, StepShape(chain_shapes(2)[num_drafts], None)
         )
-        return output.verdict.tokens_BE
+        return output.outcome.tokens_BE
 
     with torch.inference_mode():
         plain = program()

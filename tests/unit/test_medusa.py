@@ -39,7 +39,7 @@ def tree_told(choices: list[Choice]) -> tuple[list[str], list[int], list[list[in
     masks = [format(bits % (1 << 64), "x") for bits in tree.bits_BQ[0].tolist()]
     leaves = {*range(1, len(choices) + 1)} - {*level.parents}
     paths = [[0, *path_to(level.parents, leaf)] for leaf in leaves]
-    num_ranks, (places_N, _) = drafter._ranks[level]
+    num_ranks, (places_N, _) = drafter._candidate_slots[level]
     ranks = [place % num_ranks for place in places_N.tolist()]
     depths: list[int] = tree.depth_BQ[0].tolist()
     assert [depth - 1 for depth in depths[1:]] == [p // num_ranks for p in places_N.tolist()]
@@ -259,7 +259,7 @@ def test_choices_that_are_none_are_refused(
 def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: Path) -> None:
     """Chains would be drafted, silently."""
     sets = f"speculation.draft_model_path={tmp_path}", "speculation.medusa_choices=any.json"
-    with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.num_nodes"):
+    with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.max_tree_nodes"):
         load(folder, "speculation.drafter=medusa", *sets)
 
 

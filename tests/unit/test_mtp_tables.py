@@ -103,7 +103,7 @@ class Recorder:
         hidden = self(batch, caches)
         return hidden, hidden
 
-    def combined(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    def project_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """As the MTP layer; an embedding is its token."""
         return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)
 

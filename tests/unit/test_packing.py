@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.harness import tiny
 from benchmarks.harness.engines import POISON, Bench, greedy, load
 from tandem.core.identity import Identity
-from tandem.model.drafters.base import UNKNOWN
+from tandem.model.drafters.base import UNKNOWN_TOKEN
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.batch import Segment, pack_segments
 from tandem.model.network.cache import MAIN, MTP, Caches
@@ -97,7 +97,7 @@ def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> N
     known, unknown = caches_before(loaded), caches_before(loaded)
     hidden = loaded.network(batch, known)
     loaded.drafter.prefill(batch, torch.tensor([[17], [18]]), hidden, known)
-    loaded.drafter.prefill(batch, torch.tensor([[17], [UNKNOWN]]), hidden, unknown)
+    loaded.drafter.prefill(batch, torch.tensor([[17], [UNKNOWN_TOKEN]]), hidden, unknown)
     slot = (TABLES[2][1], 0)
     assert known[MTP][0][slot].any() and not unknown[MTP][0][slot].any()
     unknown[MTP][0][slot] = known[MTP][0][slot]

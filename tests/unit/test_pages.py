@@ -106,7 +106,7 @@ def test_random_use_never_breaks_integrity(operations: list[tuple[str, int]]) ->
 
 
 def test_bookkeeping_imports_without_torch() -> None:
-    modules = ("pages", "layout", "offered", "messages")
+    modules = ("pages", "layout", "offer_book", "messages")
     listed = ", ".join(f"tandem.kv_transfer.{name}" for name in modules)
     code = f"import sys; import {listed}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

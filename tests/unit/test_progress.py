@@ -48,19 +48,28 @@ def turn(watch: StallDetector, clock: Clock, seconds: float) -> None:
 def test_a_turn_is_stuck_only_beyond_the_bound_that_long_turns_raise() -> None:
     clock = Clock()
     watch = StallDetector(LEAST_S, clock)
-    assert (watch.measure_progress().busy_s, watch.measure_progress().timeout_s) == (0.0, LEAST_S)
+    assert (watch.measure_progress().busy_s, watch.measure_progress().stall_threshold_s) == (
+        0.0,
+        LEAST_S,
+    )
     watch.start_turn()
     for second in range(1, 12):
         clock.now += 1
         progress = watch.measure_progress()
         assert progress.busy_s == second and progress.is_stalled == (second > LEAST_S)
     watch.end_turn()
-    assert watch.measure_progress().num_turns == 1 and watch.measure_progress().timeout_s == 110.0
+    assert (
+        watch.measure_progress().num_turns == 1
+        and watch.measure_progress().stall_threshold_s == 110.0
+    )
     turn(watch, clock, 60.0)
-    assert watch.measure_progress().timeout_s == 600.0 and not watch.measure_progress().is_stalled
+    assert (
+        watch.measure_progress().stall_threshold_s == 600.0
+        and not watch.measure_progress().is_stalled
+    )
     for _ in range(NUM_RECENT_TURNS):
         turn(watch, clock, 0.01)
-    assert watch.measure_progress().timeout_s == LEAST_S, "a long turn counts for a while"
+    assert watch.measure_progress().stall_threshold_s == LEAST_S, "a long turn counts for a while"
 
 
 def test_a_process_that_stood_still_is_not_stuck_when_it_goes_on() -> None:
@@ -72,7 +81,9 @@ def test_a_process_that_stood_still_is_not_stuck_when_it_goes_on() -> None:
     clock.now += 500
     assert watch.measure_progress().busy_s == 2.5 and not watch.measure_progress().is_stalled
     watch.end_turn()
-    assert watch.measure_progress().timeout_s <= 50, "nor does it make later turns look short"
+    assert watch.measure_progress().stall_threshold_s <= 50, (
+        "nor does it make later turns look short"
+    )
 
 
 def test_a_turn_does_not_age_while_its_thread_waits_for_a_cpu() -> None:

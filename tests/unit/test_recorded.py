@@ -250,7 +250,7 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     """As captured ones are: while nobody has work, on rows that are nobody's."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
-    monkeypatch.setattr(type(loaded.kernels), "form", CAPTURED)
+    monkeypatch.setattr(type(loaded.kernels), "exec_mode", CAPTURED)
     bench = Bench(loaded, max_rows=6, draft_length="adaptive", buckets=(2, 4, 6))
     made = bench.decode.programs.functions
     caches = [cache.clone() for cache in bench.all_caches()]

@@ -235,10 +235,10 @@ def test_a_residual_of_p_and_all_drafts_is_found_out(monkeypatch: pytest.MonkeyP
     """Children tried against p, whatever was tried before."""
 
     def wrong(walk: recursive._Walk, verify_input: object, node: int, p_BV: Tensor) -> None:
-        before_BV, end_B = walk.rest_BV, walk.end_B
+        before_BV, end_B = walk.residual_BV, walk.end_B
         right_try(walk, verify_input, node, p_BV)  # type: ignore[arg-type]
         is_same_B1 = (walk.end_B == end_B).unsqueeze(1)
-        walk.rest_BV = torch.where(is_same_B1, before_BV, walk.rest_BV)
+        walk.residual_BV = torch.where(is_same_B1, before_BV, walk.residual_BV)
 
     monkeypatch.setattr(recursive, "_try_node", wrong)
     with pytest.raises(AssertionError):

@@ -111,7 +111,7 @@ def test_modules_learn_and_draft_what_they_learnt(tmp_path: Path) -> None:
 def test_medusa_2_trains_the_model_and_its_heads_but_not_its_mtp_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("training.tuning.OWN_BATCH", 1)
+    monkeypatch.setattr("training.tuning.CONTINUATION_BATCH", 1)
     monkeypatch.setattr("training.tuning.CORPUS_BATCH", (1, 128))
     network = load_network(TINY_MODEL).requires_grad_(False)
     heads, windows = Heads(network, 2), torch.randint(5, 250, (16, 257))

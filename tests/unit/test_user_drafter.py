@@ -36,7 +36,7 @@ def expected(plain: LoadedModel, asked: list[Request]) -> list:
 
 
 def with_user(plain: LoadedModel, theirs: UserClass, **more: Any) -> LoadedModel:
-    options = {"num_nodes": None, "vocab_size": plain.config.vocab_size, "bound_s": 30.0} | more
+    options = {"num_nodes": None, "vocab_size": plain.config.vocab_size, "timeout_s": 30.0} | more
     return replace(plain, drafter=UserDrafter(theirs, **options))
 
 
@@ -89,6 +89,7 @@ def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
 ) -> None:
     """Nor is it called while it hangs, and what it says late is not heard."""
     theirs = user_drafters.Hangs()
+    # time: the bound is what is tested
     loaded = with_user(plain, theirs, timeout_s=0.01)
     told, bench = answers(loaded, asked)
     assert told == expected and theirs.num_calls == 1 and accepted(bench) == 0

@@ -61,8 +61,8 @@ def parameters(folder: Path) -> dict[str, Tensor]:
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights stay as they were read."""
-    monkeypatch.setattr("tandem.model.loaded.adopt", lambda *_: None)
-    monkeypatch.setattr(MtpDrafter, "adopt", lambda *_: None)
+    monkeypatch.setattr("tandem.model.loaded.process_weights_after_loading", lambda *_: None)
+    monkeypatch.setattr(MtpDrafter, "process_weights_after_loading", lambda *_: None)
 
 
 def shard(folder: Path, pieces: list[dict[str, Tensor]]) -> None:

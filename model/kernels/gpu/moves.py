@@ -27,7 +27,7 @@ class CacheAddresses:
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         (num_rows, num_moves), width = from_BN.shape, caches[0].shape[-1]
-        _copy_slots[(num_rows, len(caches))](
+        _move[(num_rows, len(caches))](
             *(self._addresses_L, caches[0], from_BN.contiguous(), to_BN.contiguous()),
             NUM=num_moves,
             WIDTH=width,
@@ -36,7 +36,7 @@ class CacheAddresses:
 
 
 @triton.jit
-def _copy_slots(
+def _move(
     addresses_L, like, from_BN, to_BN, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, cache = tl.program_id(0), tl.load(addresses_L + tl.program_id(1)).to(like.dtype)

@@ -67,7 +67,7 @@ def write_mla_cache(
     assert slots_X.is_contiguous(), "places are read one behind the other"
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
-    _write_mla_cache[(len(kv_XL),)](
+    _entry[(len(kv_XL),)](
         *(kv_XL, weight_C, attn.cos, attn.sin, slots_X, attn.cache, eps, kv_XL.stride(0)),
         C=width,
         R=num_pe,
@@ -121,7 +121,7 @@ def _rms_norm(
 
 
 @triton.jit
-def _write_mla_cache(
+def _entry(
     kv,
     weight,
     cos,
