@@ -71,8 +71,8 @@ async def main():
     async with ray_session(sys.argv[1]):
         for name in ("other-0.4", "other-0.9", "other-1.9", "other-1.8", "other-10.7"):
             ray.util.placement_group([{"CPU": 0.1}], name=f"tandem:{name}", lifetime="detached")
-        kept = [RankSpec("other-0", "decode", 9, placement_group_epoch=4), RankSpec("other-1", "decode", 9)]
-        kept = [*kept, RankSpec("other-10", "decode", 7)]
+        kept = [RankSpec("other-0", "decode", 9, placement_group_epoch=4)]
+        kept += [RankSpec("other-1", "decode", 9), RankSpec("other-10", "decode", 7)]
         for number in (0, 1, 10):
             remove_placement_groups(kept, f"other-{number}")
         print(*rooms())
