@@ -262,7 +262,7 @@ def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> No
             ranks.call(0, all_to_all).result(PATIENCE_S)
 
 
-@pytest.mark.parametrize("has_features", [False, True], ids=["its store", "its planner"])
+@pytest.mark.parametrize("is_known", [False, True], ids=["its store", "its planner"])
 def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ class Checks:
             most_s, watch = world.config.kv_transfer.lease_s, watches[name]
             # Only the engine lets go, and it may have waited for a stopped rank since then.
             if watch._turn_started_at is not None and watch._turn_started_at <= since + most_s:
-                most_s = max(most_s, watch._turn_started_at - since + watch.timeout_s)
+                most_s = max(most_s, watch._turn_started_at - since + watch.stall_threshold_s)
             if now - since > most_s + SLACK_S + world.wires.most_extra_s:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 

@@ -30,9 +30,9 @@ def copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if IS_INTERPRETED:
         from tandem.kv_transfer.gpu_copies import copy_all_layers
 
-        monkeypatch.setattr(caches_module, "copy_on", lambda device: copy_all_layers)
+        monkeypatch.setattr(caches_module, "copy_for_device", lambda device: copy_all_layers)
     elif request.param == "native":
-        monkeypatch.setattr(caches_module, "copy_on", lambda device: ours().copy_rows)
+        monkeypatch.setattr(caches_module, "copy_for_device", lambda device: ours().copy_rows)
 
 
 def random_bytes(num_slots: int, width: int, dtype: torch.dtype) -> torch.Tensor:
