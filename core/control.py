@@ -66,7 +66,7 @@ class Service:
         """Handle one call. The reply to a call that fails is a packed Failure."""
         try:
             if epoch != self._epoch:
-                raise RankLost(f"epoch {epoch} was asked for, this is {self._epoch}")
+                raise RankLost(f"the call is for epoch {epoch}, this is {self._epoch}")
             if method not in self._methods:
                 raise TandemError(f"no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]

@@ -299,7 +299,7 @@ class DecodeEngine:
         counts = sequence.counts if reason is not None or request.sampling.stop else None
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
-            assert step.logprobs is not None, "somebody asked for log probabilities"
+            assert step.logprobs is not None, "the step computed no log probabilities"
             logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
         if kept:
             yield SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)

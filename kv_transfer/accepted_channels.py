@@ -36,7 +36,7 @@ class AcceptedChannels:
         for old in [old for old, _ in self._accepted.values() if old.peer == hello.peer]:
             if old.epoch > hello.epoch:
                 raise HandoverError(f"{hello.peer}: epoch {hello.epoch} after {old.epoch}")
-            self.drop(old.nonce, "another is asked for")
+            self.drop(old.nonce, "a new one was requested")
         make = partial(channel_factory.accept, hello.nonce, hello.peer)
         managed = ManagedChannel(
             hello.nonce, self._endpoint.tasks, open_with_deadline(make, channel_factory.timeout_s)

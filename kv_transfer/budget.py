@@ -37,7 +37,7 @@ def default_num_pages(
     if num_pages * page_size < max_sequence_tokens + num_ahead + page_size:
         raise ValueError(
             f"model.max_model_len: {max_sequence_tokens} tokens do not fit, {num_free / 1e9:.1f} "
-            f"GB are free on {device} and {max(0, num_pages) * page_size} tokens fit beside the "
-            "steps; use fewer, or more ranks"
+            f"GB are free on {device} and {max(0, num_pages) * page_size} tokens fit next to "
+            "the steps; lower it, or use more ranks"
         )
     return num_pages

@@ -174,4 +174,4 @@ class PeerLink:
         try:
             await self.call("close_channel", CloseChannel(nonce), Empty)
         except TandemError as error:
-            log.info("%s was not told to hang up: %s", self.owner, error)
+            log.info("%s: closing its channel failed: %s", self.owner, error)

@@ -124,7 +124,7 @@ class Sink:
             raise RankLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
         if link is None or link.epoch != epoch:
             if link is not None:
-                link.drop(f"a later life of {rank_name} is asked for")
+                link.drop(f"a later epoch of {rank_name} is in use")
                 self._endpoint.tasks.start(link.control.close())
             link = self._links[rank_name] = PeerLink(
                 self._local_rank, owner, epoch, control, self._endpoint

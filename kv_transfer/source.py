@@ -151,7 +151,7 @@ class Source:
             message.number in channel.requested_chunks
             or message.number < channel.requested_chunks[0]
         ):
-            raise HandoverError(f"chunk {message.number} has been asked for already")
+            raise HandoverError(f"chunk {message.number} was requested already")
         channel.requested_chunks.append(message.number)
         span, buffer = self._span(message), await self._endpoint.staging.reserve(channel.timeout_s)
         try:

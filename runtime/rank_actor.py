@@ -195,7 +195,7 @@ class RankActor:
     async def expert_rows(self) -> bytes:
         """Return packed ExpertRows. Requires a loaded rank in a gang of several."""
         assert self._resident_model is not None and self._spec.num_ranks > 1, (
-            "it has nothing to tell"
+            "the rank has no expert rows to report"
         )
         loaded = self._resident_model.loaded
         sent = loaded.dispatch.num_sent_rows
@@ -214,7 +214,7 @@ class RankActor:
         controller finds an epoch that is over.
         """
         if self._rank is not None:
-            self._fail(RankLost(f"{self._spec.epoch_name} was told to stop"))
+            self._fail(RankLost(f"{self._spec.epoch_name} was stopped"))
             await self._rank.stop()
             self._rank.loop.crash_journal.close()
 

@@ -22,8 +22,8 @@ def run(device: Device, say: Say) -> None:
         as_on_a_cpu = sum(a == b for a, b in pairs) / len(asked)
         forms_equal = eager == captured and same(eager_bits, captured_bits)
         right = forms_equal and as_on_a_cpu == 1
-        told = {"as_on_a_cpu": as_on_a_cpu, "forms_equal": forms_equal, "form": loaded.exec_mode}
-        say(f"{arm.name}, float32", is_right=right, **told)
+        results = {"as_on_a_cpu": as_on_a_cpu, "forms_equal": forms_equal, "form": loaded.exec_mode}
+        say(f"{arm.name}, float32", is_right=right, **results)
 
 
 def _sets(arm: Arm, device: Device) -> list[str]:

@@ -210,14 +210,14 @@ def _routing(
     x = draw(device, num_tokens, config.hidden_size)
     weight = draw(device, config.n_routed_experts, config.hidden_size, scale=0.05)
     bias = torch.rand(config.n_routed_experts, device=device.kind) * 0.1
-    told = bias if config.topk_method == "noaux_tc" else None, routing_of(config)
+    options = bias if config.topk_method == "noaux_tc" else None, routing_of(config)
     packed = kernels.pack(weight)
-    ids, weights = kernels.route(x, packed, *told)
-    wanted_ids, wanted = TORCH_KERNELS.route(x.double(), weight.double(), *told)
+    ids, weights = kernels.route(x, packed, *options)
+    wanted_ids, wanted = TORCH_KERNELS.route(x.double(), weight.double(), *options)
     same = float((ids == wanted_ids).float().mean())
     work = floors.product(weight.numel(), num_tokens)
     what = f"{name}, routing, {num_tokens} tokens, {same:.4f} chosen alike"
-    took = lambda: kernels.route(x, packed, *told)  # noqa: E731
+    took = lambda: kernels.route(x, packed, *options)  # noqa: E731
     _tell(device, say, what, took, work, error(weights, wanted))
 
 
@@ -242,8 +242,8 @@ def _rows(
         total = (x + added).double()
         wanted = total * (total.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
         work = Work((2 + num_read) * 2 * x.numel(), 0)
-        told = f"{name}, {what} and norm, {num_tokens} rows"
-        _tell(device, say, told, run, work, error(run()[1], wanted))
+        title = f"{name}, {what} and norm, {num_tokens} rows"
+        _tell(device, say, title, run, work, error(run()[1], wanted))
 
 
 def _sampling(

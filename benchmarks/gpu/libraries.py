@@ -1,4 +1,4 @@
-"""What libraries have in place of our kernels (model.kernels=vendor), and ours beside them."""
+"""Time the vendor libraries' kernels (model.kernels=vendor) against our own."""
 
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.kernels import attention, dense_fp8

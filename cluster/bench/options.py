@@ -182,7 +182,9 @@ class BenchOptions:
         if self.launch and self.address is not None:
             self._refuse("address", "give it or --launch, not both")
         if not self.launch and (self.config is not None or self.sets):
-            raise ValueError("--config and --set are for a cluster of one's own: add --launch")
+            raise ValueError(
+                "--config and --set configure a cluster that this command starts: add --launch"
+            )
         if self.address is not None and not self.allow_remote and not is_loopback(self.address):
             self._refuse("address", "is not this machine; add --allow-remote if it is meant")
 

@@ -96,7 +96,7 @@ def totals(metrics: Metrics) -> str:
 def _steps(metrics: Metrics) -> str:
     use = metrics.use
     if metrics.host_share is None:
-        return "decode steps: the nodes tell nothing of them"
+        return "decode steps: the ranks do not report them"
     return (
         f"decode steps {use.num_steps:.0f}, {_number(use.step_ms)} ms each, of which the host's "
         f"share {metrics.host_share:.1%}; preempted {use.num_preempted:.0f}"
@@ -119,14 +119,14 @@ def speculation_table(
         "drafts a step": [one.nodes_per_step for one in seen],
         "accepted length, tokens/step": [one.accepted_length for one in seen],
         "step, ms": [arm.metrics.step_ms for arm in arms],
-        "a at position 1": [one.first for one in seen],
-        "a of that accepted length": [one.fitted for one in seen],
+        "acceptance a at position 1": [one.first for one in seen],
+        "a fitted to accepted length": [one.fitted for one in seen],
         "alpha = E[sum min(p, q)]": alphas,
         "c, cost of a draft in steps": [ratio.cost_ratio for ratio in ratios],
-        "speed-up, model, a at 1": [ratio.model_first for ratio in ratios],
-        "speed-up, model, that a": [ratio.model_fitted for ratio in ratios],
-        "operations a token, of none's": [ratio.operations for ratio in ratios],
-        "reads a token, one of so many": [ratio.reads for ratio in ratios],
+        "speed-up, model, from a at 1": [ratio.model_first for ratio in ratios],
+        "speed-up, model, from length": [ratio.model_fitted for ratio in ratios],
+        "FLOPs per token / no drafts": [ratio.operations for ratio in ratios],
+        "weight reads per token, 1 in": [ratio.reads for ratio in ratios],
         "speed-up of TPOT, measured": [ratio.measured for ratio in ratios],
     }
     for label, values in rows.items():

@@ -61,7 +61,7 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         self._stub = rpc.InferenceStub(self._channel)
         self._retry_s, self._backoff_s = retry_s, backoff_s
         start = f"`tandem serve --set server.address={address}`"
-        self._unreachable_text = f"nobody answers at {address}; start a server there with {start}"
+        self._unreachable_text = f"no server answers at {address}; start one there with {start}"
         """Error text while no server has ever answered at this address; "" afterwards."""
 
     def generate(

@@ -120,8 +120,8 @@ async def _generate(options: GenerateCommandOptions) -> None:
     address = options.address
     if address is not None and (options.config is not None or options.sets):
         raise ValueError(
-            f"--address={address!r}: --config and --set are for a cluster of one's own; "
-            "leave them out, or --address"
+            f"--address={address!r}: --config and --set configure a cluster that this command "
+            "starts; leave them out, or --address"
         )
     server = temporary_server(options.config, options.sets)
     async with server if address is None else nullcontext(address) as server_address:

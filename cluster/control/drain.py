@@ -22,7 +22,7 @@ async def drain_and_restart(
     """
     control = supervisor.config.control
     if supervisor.is_draining:
-        raise RankLost(f"{supervisor.gang.name} makes way already: try again when it is ready")
+        raise RankLost(f"{supervisor.gang.name} is draining already; try again when it is ready")
     supervisor.drain()
     await asyncio.sleep(2 * POLL_S)  # requests routed before gateways knew still arrive
     await poll_until(
@@ -41,7 +41,7 @@ async def drain_and_restart(
 
 def check_supervised(supervisor: GangSupervisor) -> None:
     if not supervisor.is_supervised:
-        raise RankLost(f"{supervisor.gang.name} was stopped meanwhile")
+        raise RankLost(f"{supervisor.gang.name} was stopped during the call")
 
 
 def count_sequences(supervisor: GangSupervisor) -> int:

@@ -223,7 +223,7 @@ class GangSupervisor:
             self.gang,
             self.history.num_failures >= self.config.control.max_consecutive_failures,
         )
-        told = {"is_given_up": is_over, **fields}
-        self.gang = replace(before, **told)  # type: ignore[arg-type]
+        changes = {"is_given_up": is_over, **fields}
+        self.gang = replace(before, **changes)  # type: ignore[arg-type]
         if self.gang != before:
             self.on_change()

@@ -132,7 +132,7 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
         for name, num in plan.resources.items()
     ]
     return (
-        f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or ask for less with "
+        f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or lower "
         f"{section}.dp_size, {section}.replicas or {section}.num_threads"
     )
 

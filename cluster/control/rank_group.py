@@ -173,7 +173,9 @@ class RankGroup:
             async with asyncio.timeout(self.control.stall_timeout_s):
                 return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
         except (RankLost, TimeoutError) as error:
-            raise RankLost(f"{self.plan.name} does not tell its rows: {error!r}") from error
+            raise RankLost(
+                f"{self.plan.name} does not report its expert rows: {error!r}"
+            ) from error
 
     async def leave(self) -> None:
         """Let all ranks leave the epoch. A rank that cannot leave is killed."""

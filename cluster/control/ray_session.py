@@ -72,7 +72,8 @@ async def _join_with_deadline(address: str) -> None:
         reason = str(error) or f"no answer within {JOIN_TIMEOUT_S:g} s"
         raise ValueError(
             f"--ray-address={address!r}: cannot join Ray there ({reason}); give the address that "
-            "`ray start --head` printed, and its token in ~/.ray/auth_token if it asks for one"
+            "`ray start --head` printed, and put its token into ~/.ray/auth_token if it requires "
+            "one"
         ) from error
 
 

@@ -64,7 +64,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """
         peer = context.peer()
         if self._idle[peer] >= MAX_IDLE_PER_CONNECTION or self._idle.total() >= MAX_IDLE_STREAMS:
-            reason = "as many streams of health and reflection as there may be are open already"
+            reason = "too many streams of health and reflection are open; close some"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         self._idle[peer] += 1
         try:

@@ -15,34 +15,46 @@ from tandem.core.heartbeat import Heartbeat
 RANK_LABELS, GANG_LABELS = ("rank", "kind"), ("gang", "kind")
 _GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
     "rank_rows": (
-        "Sequences in the steps of a rank.",
+        "Sequences that a rank computes in its steps.",
         lambda heartbeat: heartbeat.load.num_active_rows,
     ),
     "rank_waiting": (
-        "Sequences that wait there for a row.",
+        "Sequences that wait on a rank for a row.",
         lambda heartbeat: heartbeat.num_waiting,
     ),
     "rank_prompt_tokens": (
-        "Tokens to be computed there.",
+        "Prompt tokens that a rank has yet to compute.",
         lambda heartbeat: heartbeat.num_tokens_left,
     ),
     "rank_leases": (
-        "Pulls, or offers not released.",
+        "Offers that a prefill rank holds, or pulls of a decode rank.",
         lambda heartbeat: heartbeat.load.num_open_leases,
     ),
     "rank_channels": ("Connections to other ranks.", lambda heartbeat: heartbeat.load.num_channels),
     "rank_quarantined": (
-        "Buffers that wait for one.",
+        "Staging buffers kept until their connection has ended.",
         lambda heartbeat: heartbeat.load.num_quarantined,
     ),
 }
 _COUNTERS = {
-    "rank_steps": ("Steps of a rank in this life.", "num_steps"),
-    "rank_step_seconds": ("Time of all of them.", "step_s"),
-    "rank_program_seconds": ("Of that the tensor programs'.", "program_s"),
-    "rank_draftless_steps": ("Steps whose drafter failed.", "num_draftless_steps"),
-    "rank_refused_programs": ("Programs that cannot be kept.", "num_refused_programs"),
-    "num_preemptions": ("Sequences that made way for others.", "num_preempted"),
+    "rank_steps": ("Steps of a rank in this epoch.", "num_steps"),
+    "rank_step_seconds": (
+        "Total duration of the steps of a rank in this epoch, in seconds.",
+        "step_s",
+    ),
+    "rank_program_seconds": (
+        "Part of the step duration spent in tensor programs, in seconds.",
+        "program_s",
+    ),
+    "rank_draftless_steps": (
+        "Steps without drafts because the drafter failed.",
+        "num_draftless_steps",
+    ),
+    "rank_refused_programs": (
+        "Step programs that run eagerly because recording or capturing failed.",
+        "num_refused_programs",
+    ),
+    "num_preemptions": ("Sequences that were preempted.", "num_preempted"),
     "num_non_finite": ("Sequences whose logits were not finite numbers.", "num_non_finite"),
 }
 """Metric name to help text and the name of the counter in heartbeats."""
@@ -51,15 +63,21 @@ _Sample = tuple[Sequence[str], float]
 
 def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
     """Yield the metrics of the cluster as this gateway knows it."""
-    yield gauge("serving", "Whether requests belong here.", (), [((), admission.is_serving())])
+    yield gauge(
+        "serving", "1 while the server accepts requests.", (), [((), admission.is_serving())]
+    )
     if (gateway := admission.gateway) is None:
         return
     num_running = sum(streams.num_with_tokens for streams in gateway.open_answers)
     num_waiting = sum(map(len, gateway.open_answers)) - num_running
-    yield gauge("num_requests_running", "Answers with a token.", (), [((), num_running)])
-    yield gauge("num_requests_waiting", "Answers without one.", (), [((), num_waiting)])
+    yield gauge("num_requests_running", "Answers that have a token.", (), [((), num_running)])
+    yield gauge(
+        "num_requests_waiting", "Answers that wait for their first token.", (), [((), num_waiting)]
+    )
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
-    yield counter("migrations", "Attempts that others went on from.", ["reason"], migrations)
+    yield counter(
+        "migrations", "Attempts whose answer migrated to other ranks.", ["reason"], migrations
+    )
     yield from gang_metrics(gateway.fleet)
     yield from rank_metrics(gateway.fleet)
 
@@ -78,25 +96,43 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
             name, text, RANK_LABELS, [(names, one[key]) for names, one in counters if key in one]
         )
     used = [(names, 1 - r.load.num_free_tokens / r.info.max_tokens) for names, r in ranks]
-    yield gauge("kv_cache_usage_perc", "Share of its cache that sequences hold.", RANK_LABELS, used)
+    yield gauge(
+        "kv_cache_usage_perc",
+        "Share of a rank's KV cache that sequences hold, 0 to 1.",
+        RANK_LABELS,
+        used,
+    )
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
-    yield gauge("rank_up", "Whether it gets requests.", RANK_LABELS, up)
+    yield gauge("rank_up", "1 while a rank gets requests.", RANK_LABELS, up)
     ratios = balance_ratios(fleet.ranks.values())
     gangs = [(names, rank.info.spec.gang) for names, rank in ranks]
     balances = [(names, ratios[gang]) for names, gang in gangs if gang in ratios]
     info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
     yield gauge(
-        "rank_info", "What computes its steps, in which form.", (*RANK_LABELS, "kernels"), info
+        "rank_info",
+        "1; the label kernels names what computes the steps of a rank.",
+        (*RANK_LABELS, "kernels"),
+        info,
     )
-    yield gauge("balance_ratio", "Of rows of experts: the mean by the most.", RANK_LABELS, balances)
+    yield gauge(
+        "balance_ratio",
+        "Mean expert rows per rank divided by the maximum, in a gang.",
+        RANK_LABELS,
+        balances,
+    )
 
 
 def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yield the state and the number of ended epochs of each gang."""
     states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.membership.gangs]
-    yield gauge("gang_state", "1 for the state that a gang is in.", (*GANG_LABELS, "state"), states)
+    yield gauge(
+        "gang_state",
+        "1; the label state names the state that a gang is in.",
+        (*GANG_LABELS, "state"),
+        states,
+    )
     failures = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.membership.gangs]
-    yield counter("gang_deaths", "Lives of a gang that ended.", GANG_LABELS, failures)
+    yield counter("gang_deaths", "Epochs of a gang that ended.", GANG_LABELS, failures)
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:

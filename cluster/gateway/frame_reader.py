@@ -49,7 +49,7 @@ async def follow_rank(
                 else:
                     await _poll_heartbeats(rank, heartbeat_s, stall_timeout_s, retries)
             except Exception as error:
-                log.warning("%s is not heard: %s", rank.epoch_name, error)
+                log.warning("%s sends no frames: %s", rank.epoch_name, error)
                 if rank.liveness.mark_lost(error):
                     on_lost(rank, error)
             await retries.pause()

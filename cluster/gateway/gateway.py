@@ -150,7 +150,7 @@ class ClusterGateway:
         if max_tokens > capacity:
             raise ValueError(
                 f"max_tokens: prompt and answer of up to {max_tokens} tokens do not fit the "
-                f"{capacity} that a rank has pages for; ask for fewer tokens or raise kv.num_pages"
+                f"{capacity} that a rank has pages for; lower max_tokens or raise kv.num_pages"
             )
 
     async def _serve(self, answer: Answer, emit: Callable[[Piece], None]) -> None:

@@ -158,7 +158,7 @@ class RankHandle:
         if heartbeat.engine_progress.is_stalled:
             raise RankLost(f"its engine is {heartbeat.engine_progress}")
         if self.liveness.apply_event(LivenessEvent.HEARTBEAT):
-            log.warning("%s is heard again and gets requests", self.epoch_name)
+            log.warning("%s answers heartbeats again and gets requests", self.epoch_name)
         answered.set()
         return heartbeat.engine_progress.stall_threshold_s
 

@@ -15,25 +15,25 @@ disable_created_metrics()  # an additional series per metric, which is not neede
 SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2.5, 5))
 """Upper bounds of histogram buckets in seconds: 0.1 ms to 500 s."""
 _HISTOGRAMS = {
-    "time_to_first_token": "Until the first token, seconds.",
-    "inter_token_latency": "From one message to the next, which may have several tokens, seconds.",
-    "request_time_per_output_token": "Of a token after the first, mean of an answer, seconds.",
-    "e2e_request_latency": "Of a whole answer, seconds.",
-    "request_queue_time": "Until its prompt began to be computed, seconds.",
-    "request_prefill_time": "In which its prompt was computed, seconds.",
-    "request_decode_time": "From the first token to the last, seconds.",
-    "kv_transfer": "In which cache of a request was on its way, seconds.",
+    "time_to_first_token": "Time from the request to its first token, in seconds.",
+    "inter_token_latency": "Time between two messages of a stream (1 or more tokens), in seconds.",
+    "request_time_per_output_token": "Mean time per token after the first, by answer, in seconds.",
+    "e2e_request_latency": "Time from the request to the end of its answer, in seconds.",
+    "request_queue_time": "Time from the request to the start of its prefill, in seconds.",
+    "request_prefill_time": "Duration of the prefill of a request, in seconds.",
+    "request_decode_time": "Time from the first token to the last, in seconds.",
+    "kv_transfer": "Duration of the KV cache transfer of a request, in seconds.",
 }
 _COUNTERS = {
-    "prompt_tokens": "Tokens of prompts of answers that ended.",
-    "generation_tokens": "Tokens that were sent.",
-    "prefix_cache_queries": "Tokens of prompts that were looked for in prefix caches.",
-    "prefix_cache_hits": "Those that were there.",
-    "kv_transfer_bytes": "Bytes of cache that went from prefill to decode ranks.",
-    "request_incomplete": "Answers that broke off: the client left, or the call failed.",
-    "spec_decode_num_drafts": "Steps of an answer that had drafts.",
-    "spec_decode_num_draft_tokens": "Drafts that were verified.",
-    "spec_decode_num_accepted_tokens": "Drafts that were accepted.",
+    "prompt_tokens": "Prompt tokens of finished answers.",
+    "generation_tokens": "Generated tokens that were sent to clients.",
+    "prefix_cache_queries": "Prompt tokens looked up in prefix caches.",
+    "prefix_cache_hits": "Prompt tokens found in prefix caches.",
+    "kv_transfer_bytes": "KV cache bytes transferred from prefill to decode ranks.",
+    "request_incomplete": "Answers that ended early: the client disconnected or the call failed.",
+    "spec_decode_num_drafts": "Decode steps of answers that verified drafts.",
+    "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
 }
 
 
@@ -51,10 +51,12 @@ class RequestMetrics:
             for name, text in _COUNTERS.items()
         }
         self._ended = self._make_counter(
-            "request_success", "Answers, by how they ended.", "finished_reason"
+            "request_success", "Finished answers, by reason.", "finished_reason"
         )
         self._accepted = self._make_counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted drafts, by place.", "position"
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens, by position.",
+            "position",
         )
         self._failed = self._make_counter("rejections", "Calls that ended with an error.", "code")
 

@@ -33,7 +33,7 @@ def choose_route(
         RankLost: There are no pairs.
     """
     if not pairs:
-        none = "no prefill and decode rank are left that work together and cache alike"
+        none = "no compatible pair of prefill and decode ranks is available"
         raise RankLost("; ".join((none, *causes)))
 
     def cost(pair: RankPair) -> tuple[bool, int, int, int, int, str]:

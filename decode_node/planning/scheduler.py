@@ -76,7 +76,7 @@ class Scheduler:
         if limits.max_pages > max_pages:
             raise ValueError(
                 f"max_tokens: prompt and answer need {limits.max_pages} pages, this node has "
-                f"{max_pages}; ask for fewer tokens or raise kv.num_pages"
+                f"{max_pages}; lower max_tokens or raise kv.num_pages"
             )
         if not size.is_resumed and len(self.queue.new) >= MAX_WAITING:
             raise Overloaded(f"{len(self.queue.new)} requests wait for a decode row already")

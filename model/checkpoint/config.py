@@ -53,7 +53,7 @@ _IDENTITY_EXCLUDES = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
 _REMEDIES = {
     "attention_bias": ["linear layers with bias are not implemented"],
-    "moe_layer_freq": ["transformers, by which Tandem is checked, has every layer alike"],
+    "moe_layer_freq": ["transformers, which Tandem is tested against, has one kind of MoE layer"],
     "mlp_bias": ["linear layers with bias are not implemented"],
     "quantization_config": ["only DeepSeek's fp8 (e4m3, block scales) is read; bring that or bf16"],
     "rope_scaling": ["only yarn without attention_factor, and default alone, are implemented"],

@@ -127,7 +127,7 @@ class PlannerServer:
             hello = self._handshakes.feed(one, one.recv(self._handshakes.num_bytes_needed(one)))
             rank = None if hello is None else missing.pop(hello)
         except (OSError, ValueError, KeyError) as error:
-            log.warning("somebody came to the planner who is none of its ranks: %r", error)
+            log.warning("a connection to the planner is of none of its ranks: %r", error)
             self._reject(one)
             return
         if rank is not None:

@@ -105,7 +105,7 @@ async def test_where_nobody_ever_answered_it_is_soon_told_how_to_start_a_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream, "UNREACHABLE_TIMEOUT_S", 0.3)
-    hint = "nobody answers at 127.0.0.1:1; start a server there with `tandem serve --set "
+    hint = "no server answers at 127.0.0.1:1; start one there with `tandem serve --set "
     async with AsyncClient("127.0.0.1:1") as client:
         for call in (client.complete("abc"), client.status()):
             error = await failure_of(call)

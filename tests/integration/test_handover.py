@@ -177,7 +177,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"epoch": 1}, RankLost, "epoch 1 was asked for, this is 2"),
+        ({"epoch": 1}, RankLost, "the call is for epoch 1, this is 2"),
         ({"protocol": 10}, LayoutMismatch, "protocol: 9 here, 10 there"),
         ({"caches": ("dtype: f00",)}, LayoutMismatch, "decode wants .*; prefill has dtype: f00"),
         ({"num_tokens": 21}, HandoverError, "sealed at 20 tokens, 21 were offered"),

@@ -358,7 +358,9 @@ async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model:
         told = r"prefill.*\(drafter none\), decode.*\(drafter mtp\): decode wants mtp: .*features"
         with pytest.raises(ValueError, match=told):
             await fleet.wait_until_warm()
-        with pytest.raises(RankLost, match="cache alike"):
+        with pytest.raises(
+            RankLost, match="no compatible pair of prefill and decode ranks is available"
+        ):
             await plain.complete(greedy("routed", ids, 5))
         identity, owner = Identity("forced"), plain.prefills[0]
         control = plain.members.controls[other.spec.epoch_name]

@@ -184,7 +184,7 @@ async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_l
         first, *copies = [await c for c in calls] if is_late else await asyncio.gather(*calls)
         for copy in copies:
             nonces.add(unpack(m.Send, payload).nonce)
-            with pytest.raises(HandoverError, match="has been asked for already"):
+            with pytest.raises(HandoverError, match="was requested already"):
                 decode(m.SendReply, copy)
         return first
 
@@ -210,7 +210,7 @@ async def test_a_send_that_comes_again_after_many_is_refused() -> None:
             await pull_and_check(world)
         for early in (calls[0], calls[20], calls[-1]):
             again = await prefill.handle(EPOCH, "send", early)
-            with pytest.raises(HandoverError, match="has been asked for already"):
+            with pytest.raises(HandoverError, match="was requested already"):
                 decode(m.SendReply, again)
         await pull_and_check(world)
         await world.check_clean(channels=1)

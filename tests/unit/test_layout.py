@@ -96,5 +96,5 @@ async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
 
     service = Service("p0", 7, {"load": (None, answer)})
     assert decode(Empty, await service.handle(7, "load", b"")) == Empty()
-    with pytest.raises(RankLost, match="epoch 6 was asked for, this is 7"):
+    with pytest.raises(RankLost, match="the call is for epoch 6, this is 7"):
         decode(Empty, await service.handle(6, "load", b""))

@@ -272,7 +272,7 @@ async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() 
     await one.stop()
     told.append(unpack(RankState, await one.get_state()))
     for said in told:
-        assert said.failure == Failure("RankLost", "decode-0.5.0 was told to stop")
+        assert said.failure == Failure("RankLost", "decode-0.5.0 was stopped")
     assert not adoptable_ranks(told[:1]) and not adoptable_ranks(told[1:])
 
 

@@ -128,7 +128,7 @@ async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> Non
     await until(lambda: kept.supervisor.gang.state == when)
     async with kept.change_lock:
         await kept.supervisor.stop(0.05)
-    with pytest.raises(RankLost, match="prefill-0 was stopped meanwhile"):
+    with pytest.raises(RankLost, match="prefill-0 was stopped during the call"):
         await moving
 
 
@@ -140,7 +140,7 @@ async def test_a_gang_makes_way_for_one_reason_at_a_time() -> None:
     first.says(num_sequences=1)
     moving = asyncio.create_task(rebalance_gang(kept.supervisor, kept.change_lock))
     await until(lambda: kept.supervisor.gang.state == DRAINING)
-    with pytest.raises(RankLost, match="prefill-0 makes way already"):
+    with pytest.raises(RankLost, match="prefill-0 is draining already"):
         await drain.drain_and_restart(kept.supervisor, kept.change_lock, kept.supervisor.placement)
     first.says(num_sequences=0)
     assert (await moving).is_moved

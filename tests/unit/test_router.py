@@ -111,7 +111,10 @@ def test_a_decode_rank_without_room_for_it_is_the_last_choice() -> None:
 def test_only_pairs_that_work_together() -> None:
     pairs = [(prefill("p0", 900), decode("d1", 3)), (prefill("p1"), decode("d0", 4))]
     assert chosen(pairs) == ("p0", "d1")
-    with pytest.raises(RankLost, match="cache alike; p0: down; p1: it waits$"):
+    with pytest.raises(
+        RankLost,
+        match="no compatible pair .* is available; p0: down; p1: it waits$",
+    ):
         choose_route([], 1, {}, causes=["p0: down", "p1: it waits"])
 
 

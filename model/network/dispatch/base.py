@@ -60,7 +60,7 @@ class Dispatch:
 
     def set_group(self, group: CollectiveGroup | None) -> None:
         """Use the collectives of a new epoch of the gang, None in a gang of one rank."""
-        assert group is None, "there is nobody to join"
+        assert group is None, "a gang of one rank has no collectives"
 
     def num_sent_rows(self) -> list[list[int]]:
         """Return the real rows sent to each expert, by layer and expert; waits for the device."""

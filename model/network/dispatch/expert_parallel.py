@@ -65,7 +65,7 @@ class ExpertParallelDispatch(Dispatch):
 
     @property
     def group(self) -> CollectiveGroup:
-        assert self._group is not None, "no life of the gang has begun"
+        assert self._group is not None, "no epoch of the gang has started"
         return self._group
 
     def slots(self, layer: int, ids_TK: Tensor, real_T: Tensor | None) -> Tensor:
