@@ -92,7 +92,7 @@ class RankInfo:
         caches: Facts about its caches, which must match those of the other end of a hand-over.
         max_tokens: Capacity of its cache in tokens.
         frames: Address of its token frames; None for ranks that do not decode.
-        why_plain: Reason why it does not use faster kernels, "" if it does.
+        fallback_reason: Reason why it does not use faster kernels, "" if it does.
         tokenizer: Digest of the tokenizer in its checkpoint folder, "" without one.
         kernels: Name of its kernels and, if it decodes, the execution mode of its programs.
     """
@@ -104,7 +104,7 @@ class RankInfo:
     max_tokens: int
     max_rows: int
     frames: PortAddress | None = None
-    why_plain: str = ""
+    fallback_reason: str = ""
     tokenizer: str = ""
     kernels: str = ""
 

@@ -90,10 +90,10 @@ class PagedCaches:
             if here is not rows:
                 rows.copy_(here, non_blocking=True)
 
-    def scatter(self, span: Span, staging_view: Tensor) -> None:
-        """Copy ``staging_view`` to the entries of ``span``."""
+    def scatter(self, span: Span, data: Tensor) -> None:
+        """Copy ``data``, shaped as ``staging_view`` returns it, to the entries of ``span``."""
         with self.on_copy_stream(None):
-            rows, slots_T = _widest_view(staging_view), self.slots_T(span)
+            rows, slots_T = _widest_view(data), self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
 
@@ -151,10 +151,10 @@ def split_into_chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:
         yield span._replace(lo=lo, hi=min(lo + step, span.hi))
 
 
-def _widest_view(staging_view: Tensor) -> Tensor:
+def _widest_view(data: Tensor) -> Tensor:
     """View rows as int64 if width and alignment allow it, because index copies are then faster."""
-    aligned = staging_view.shape[-1] % 8 == 0 and staging_view.storage_offset() % 8 == 0
-    return staging_view.view(torch.int64) if aligned else staging_view
+    aligned = data.shape[-1] % 8 == 0 and data.storage_offset() % 8 == 0
+    return data.view(torch.int64) if aligned else data
 
 
 def copy_by_layer(

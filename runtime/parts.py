@@ -89,7 +89,7 @@ class RankParts:
             ),
             max_tokens=self.pool.max_tokens,
             max_rows=config.decode.max_num_seqs,
-            why_plain=loaded.kernels.fallback_reason,
+            fallback_reason=loaded.kernels.fallback_reason,
             tokenizer=loaded.tokenizer_digest,
             kernels=f"{loaded.kernels.name}{form}",
         )

@@ -180,7 +180,7 @@ def _can_serve(snapshot: Membership) -> bool:
 def _log_notices(infos: Sequence[RankInfo]) -> None:
     """Log warnings about slow kernels and about a checkpoint without MTP layers."""
     info = infos[0]
-    for reason in {info.why_plain for info in infos} - {""}:
+    for reason in {info.fallback_reason for info in infos} - {""}:
         log.warning("steps are slower than they could be, %s", reason)
     if not info.model.has_mtp:
         log.warning("this checkpoint has no MTP layer: it is served without drafts")

@@ -136,5 +136,5 @@ def logit_columns(
 
 def _author_name(name: str) -> str:
     """Return the name that EAGLE-3's authors give a tensor."""
-    name = _LAYER.sub(lambda find_file: "midlayer." if find_file[2] else "", name)
+    name = _LAYER.sub(lambda match: "midlayer." if match[2] else "", name)
     return name.replace("fc.bias", "fc_bias")

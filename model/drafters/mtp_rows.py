@@ -37,11 +37,11 @@ class MtpCatchUp:
         """Maximum number of pending tokens of a row."""
         return max(self.max_depth + 1, MAX_PENDING_TOKENS)
 
-    def catch_up_width(self, depth: int, behind: int) -> int:
-        if depth == 0 and behind < self.max_width:
+    def catch_up_width(self, depth: int, backlog: int) -> int:
+        if depth == 0 and backlog < self.max_width:
             return 0
         widths = depth + 1, self.max_depth + 1, self.max_width
-        return next(width for width in widths if behind <= width)
+        return next(width for width in widths if backlog <= width)
 
     def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
         return depth + 1 + (0 if catch_up_width else before)

@@ -210,8 +210,8 @@ class FailingMembers(LocalMembers):
 
     num_failures = 1
 
-    async def wait_for_change(self, next_phase: tuple[int, int]) -> Membership:
-        now = await super().wait_for_change(next_phase)
+    async def wait_for_change(self, after_version: tuple[int, int]) -> Membership:
+        now = await super().wait_for_change(after_version)
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("Event loop is closed")

@@ -279,7 +279,7 @@ async def test_serve_ends_with_what_keeps_a_gang_from_starting(state: str) -> No
 
 
 def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    plain = replace(INFO, why_plain="without native kernels: no C++ compiler")
+    plain = replace(INFO, fallback_reason="without native kernels: no C++ compiler")
     _log_notices([INFO, plain, plain])
     [told] = caplog.messages
     assert told.startswith("steps are slower") and told.endswith("no C++ compiler")
