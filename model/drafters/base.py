@@ -110,7 +110,7 @@ class NoCatchUp:
 
     initial_backlog = 0
 
-    def catch_up_width(self, depth: int, behind: int) -> int:
+    def catch_up_width(self, depth: int, backlog: int) -> int:
         return 0
 
     def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
