@@ -268,7 +268,7 @@ async def test_who_is_ended_twice_keeps_its_pages_until_nothing_writes_them(
         at.ask(VICTIM, prompts(1, 60)[0], 30)
         await until(lambda: writing, at.prefill_on)
         [identity] = decode._arrivals
-        ends = [asyncio.create_task(decode._end(identity)) for _ in range(2)]
+        ends = [asyncio.create_task(decode._abort(identity)) for _ in range(2)]
         try:
             for _ in range(MAX_STEPS):
                 await until(lambda: at.decode.is_held)

@@ -459,8 +459,8 @@ def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
     text = no_capacity_message(plan_gangs(config)[1], there)
     assert text == (
         "decode-0: no room: it takes 4 CPU for each of 8 ranks, of 16 in this Ray 12 are free; "
-        "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or ask for less "
-        "with decode.dp_size, decode.replicas or decode.num_threads"
+        "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or lower "
+        "decode.dp_size, decode.replicas or decode.num_threads"
     )
 
 
