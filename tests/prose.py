@@ -13,8 +13,8 @@ findings by rule, and the share of docstrings and comments with a finding. The r
     packed      a tuple of values assigned to as many names, unless a pair belongs together
 
 ``tests/data/prose.json`` holds the number of findings that each rule may still have in each part
-of the repository; `make lint` fails when there are more, and when there are fewer: then the number
-is lowered with ``--write``. A rule that is not there has none.
+of the repository. `make lint` fails when there are more and says when there are fewer: lower the
+number with ``--write`` then. A rule that is not there has none.
 """
 
 import argparse
@@ -338,7 +338,6 @@ def _compare(today: dict[str, dict[str, int]]) -> int:
                 status = 1
             elif now.get(rule, 0) < bound.get(rule, 0):
                 print(f"{part}: fewer findings of {rule} than {bound[rule]}: run with --write")
-                status = 1
     return status
 
 

@@ -75,7 +75,10 @@ def test_packed_assignments_are_found_and_pairs_are_not() -> None:
 def test_no_part_has_more_findings_than_before() -> None:
     found, num_texts, _ = check(tracked([]))
     assert num_texts > 2000
-    assert counts(found) == json.loads(ALLOWED.read_text()), "python -m tests.prose says more"
+    allowed = json.loads(ALLOWED.read_text())
+    for part, today in counts(found).items():
+        for rule, num in today.items():
+            assert num <= allowed[part].get(rule, 0), f"{part}: {num} findings of {rule}"
     assert {part_of(name) for name in ("core/x.py", "README.md", "tests/x.py")} == {
         *("product", "docs", "tests")
     }
