@@ -1,11 +1,16 @@
-"""Chaos: a cluster of real processes on machines of its own, faults again and again, and every
-answer compared with a reference.
+"""Chaos test: a cluster of real processes, random faults, and a check of every answer.
 
 Each machine is a network namespace on one bridge (``tests/pods.py``): a head, nodes with raylets,
-two gateways, and a client. ``machines.py`` begins them, and again what has ended; ``asker.py``
-asks, in the client's, as anybody would; ``faults.py`` is what goes wrong, ``controllers.py`` where
-it is they that die, beside lost, doubled and late messages from within (``tests/faults``);
-``report.py`` compares and tells. Needs root.
+two gateways, and two client machines. Run it as root.
 
     python -m tests.chaos [--minutes 20] [--controllers] [--seed N]
+
+Modules:
+
+- ``machines.py`` starts the machines, and restarts those that have ended.
+- ``asker.py`` sends requests from a client machine, with the client's default settings.
+- ``faults.py`` injects faults into processes, machines and the network between them.
+- ``controllers.py`` kills controllers instead.
+- ``tests/faults`` loses, doubles and delays messages from inside the processes.
+- ``report.py`` compares answers with the reference and reports the figures.
 """

@@ -1,11 +1,14 @@
-"""Chaos with real processes, and every answer compared (tests/chaos/__init__.py).
+"""Run chaos with real processes and compare every answer (tests/chaos/__init__.py).
 
-    python -m tests.chaos                        # 20 minutes, half of it gangs, half lone ranks
+    python -m tests.chaos                           # 20 minutes
     python -m tests.chaos --minutes 3 --seed 7
-    python -m tests.chaos --minutes 5 --controllers    # tests/chaos/controllers.py
+    python -m tests.chaos --minutes 5 --controllers # tests/chaos/controllers.py
 
-The exit code is 1 if an answer was wrong or refused, something was left behind, or the full size
-was not back two minutes after the last fault.
+The exit code is 1 in any of these cases:
+
+- An answer was wrong or was refused.
+- Something was left behind.
+- The cluster was not back at full size two minutes after the last fault.
 """
 
 import argparse
@@ -84,7 +87,7 @@ def run(layout: str, args: argparse.Namespace, minutes: float, bar: Progress) ->
 
 
 def fail(faults: Trouble, draw: random.Random, until: float, every_s: float) -> Iterator[None]:
-    """Faults at random moments, so far apart on average; yields between two looks."""
+    """Inject faults at random moments, ``every_s`` apart on average; yields between two polls."""
     next_at = time.time() + every_s
     while (now := time.time()) < until:
         if now >= next_at:
@@ -97,7 +100,7 @@ def fail(faults: Trouble, draw: random.Random, until: float, every_s: float) -> 
 
 
 def _back_after(made: Machines, num_ranks: int) -> float | None:
-    """Seconds until all ranks are there and the gateways say so; None if that is too late."""
+    """Return the seconds until all ranks serve and the gateways report it; None after a timeout."""
     began = time.monotonic()
     while time.monotonic() < began + BACK_S:
         states = lines(made.folder / "states.jsonl")
@@ -110,7 +113,7 @@ def _back_after(made: Machines, num_ranks: int) -> float | None:
 
 
 def _messages(folder: Path) -> dict[str, int]:
-    """Message faults by kind, of all processes."""
+    """Return the number of message faults by kind, over all processes."""
     return dict(Counter(w for p in folder.glob("*.messages") for w in p.read_text().split()))
 
 

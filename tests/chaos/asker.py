@@ -1,9 +1,10 @@
-"""Clients with their defaults, of both gateways, until a file ``stop`` is there.
+"""Run clients with default settings against both gateways, until a file ``stop`` exists.
 
     python -m tests.chaos.asker --address ipv4:A:P,B:P --folder DIR [--clients N] [--seed N]
 
-Appends each answer to ``answers.jsonl``, and writes ``end.json`` at its end. With ``--poison``
-every so many seconds one asks what kills its rank; what became of it goes to ``poison.jsonl``.
+Appends each answer to ``answers.jsonl``, and writes ``end.json`` at the end. With ``--poison S``,
+every S seconds one client sends a request that kills its rank. The outcomes of these requests go to
+``poison.jsonl``.
 """
 
 import argparse
@@ -29,12 +30,12 @@ LOOK_S = 0.5
 FULL_S = 1.0
 """Pause after a request that found a gateway full."""
 LEFT_S = 60.0
-"""A lease, and sweeps: what a lost message should have ended."""
+"""Time in which leases and sweeps end everything that a lost message should have ended."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One of those that are asked again and again, by its number."""
+    """A request that clients send repeatedly, identified by its number."""
 
     ids: list[int]
     options: dict[str, Any]
@@ -42,14 +43,14 @@ class Asked:
 
 @dataclass
 class Told:
-    """What came of one request.
+    """Outcome of one request.
 
     Attributes:
-        number: Of ``asked_ones``.
+        number: Index of the request in ``asked_ones``.
         began_at: When the request was sent, in seconds since 1970.
         gap_s: Longest time between two pieces of its stream.
-        gap_at: When that time began.
-        refused: What the client raised, "" if it raised nothing.
+        gap_at: Start of that longest time.
+        refused: Error that the client raised; "" if there was none.
     """
 
     number: int
@@ -63,7 +64,7 @@ class Told:
 
 
 def asked_ones(seed: int) -> list[Asked]:
-    """Greedy and sampled ones in turns."""
+    """Return requests that are greedy and sampled by turns."""
     tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     draw = random.Random(seed)
     found = []
@@ -94,7 +95,7 @@ async def ask(client: AsyncClient, number: int, asked: Asked, name: str) -> Told
 
 
 async def go_on(client: AsyncClient, requests: list[Asked], seed: int, folder: Path) -> None:
-    """Ask one request after the other, with a pause after each that found a gateway full."""
+    """Send one request after another, with a pause after each that found a gateway full."""
     draw = random.Random(seed)
     for i in itertools.count():
         if (folder / "stop").exists():
@@ -107,7 +108,7 @@ async def go_on(client: AsyncClient, requests: list[Asked], seed: int, folder: P
 
 
 def is_turned_away(told: dict[str, Any]) -> bool:
-    """Return whether a request found a gateway full before it had begun."""
+    """Return whether a request found a gateway full before its first token."""
     return not told["tokens"] and told["refused"].startswith("RESOURCE_EXHAUSTED")
 
 
@@ -129,7 +130,7 @@ async def poison(client: AsyncClient, every_s: float, folder: Path) -> None:
 
 
 async def look(address: str, folder: Path) -> None:
-    """The states that the gateways tell, as they change."""
+    """Record the states that the gateways report, whenever they change."""
     before = ""
     async with AsyncClient(address, retry_s=0) as client:
         while True:

@@ -1,8 +1,9 @@
-"""Controllers that die in each phase of what they do for gangs that die, and who pays for it.
+"""Kill controllers in each phase of recovering a gang, and check that no weights are reloaded.
 
-Ranks are killed, experts placed anew, and 2 to 15 s after a controller has died the next one is to,
-in a phase that has not been hit often enough (``tests/faults/phases.py``). Nobody may load weights
-for it: whoever ends was killed here, or stopped because its gang's experts were placed anew.
+Ranks are killed and experts are rebalanced all the time. Between 2 and 15 s after one controller
+died, the next one is killed, in a phase that was not yet hit often enough
+(``tests/faults/phases.py``). No rank may reload weights because of that. Every rank that ends was
+killed by this test, or was stopped because the experts of its gang were rebalanced.
 """
 
 import time
@@ -17,13 +18,14 @@ from tests.faults.phases import PHASES
 APART_S = 2.0, 15.0
 REBALANCE_S = 15.0
 GIVEN_UP_S = 20.0
-"""What does not come about by then is asked for later."""
+"""Time after which a phase that did not occur is put off and another one is chosen."""
 ENOUGH = 3
 
 
 @dataclass
 class Controllers(Trouble):
-    """``_alive`` are ranks by process, as (address, pid) in there."""
+    """``_alive`` maps processes to ranks. A process is (address, pid) as seen inside its
+    machine."""
 
     _alive: dict[int, tuple[str, int]] = field(default_factory=dict)
     _ended: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -34,7 +36,7 @@ class Controllers(Trouble):
     _rebalance_at: float = 0.0
 
     def one(self) -> None:
-        """A rank of a gang is killed, or both."""
+        """Kill one rank of a gang, or both."""
         kind = self.draw.choice(["Prefill", "Decode"])
         ranks = [p for one in self.machines.nodes for p in one.pod.pids(f"ray::{kind}Actor")]
         chosen = self.draw.sample(ranks, min(len(ranks), self.draw.choice([1, 1, 2])))
@@ -64,7 +66,7 @@ class Controllers(Trouble):
         self._file("rebalance").unlink(missing_ok=True)
 
     def table(self) -> dict[str, object]:
-        """Of weights and lives."""
+        """Return figures about loads of weights and epochs of ranks."""
         self._note()
         lives, unexplained = self._lines("lives"), self._unexplained()
         num_unkilled = len(self._ended.keys() - self._killed)
@@ -89,7 +91,8 @@ class Controllers(Trouble):
         return enough and not self._unexplained() and len(lives) == len(set(lives))
 
     def _ask(self, now: float) -> None:
-        """In turns for adoption alone, which comes with every new controller, and for the rest."""
+        """Choose the phase to hit. Adoption, which comes with every controller, alternates with
+        others."""
         rare = [phase for phase in PHASES[1:] if self._hits.count(phase) < ENOUGH]
         is_adoption = not self._asked and self._hits.count("adoption") <= len(self._hits) // 6
         self._asked = [PHASES[0]] if is_adoption else rare or [*PHASES[1:]]
@@ -122,7 +125,7 @@ class Controllers(Trouble):
 
 
 def _inner(machine: Machine, pid: int) -> tuple[str, int] | None:
-    """Its address and pid as the process knows them; None if it has ended."""
+    """Return a process's address and pid as the process sees them; None if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What goes wrong on the machines, each at one moment; some of it ends by itself."""
+"""Faults injected into the machines, each at one moment; some of them end by themselves."""
 
 import random
 import signal
@@ -23,16 +23,16 @@ KINDS = {
     "hostile client": 3,
     "fill a gateway": 2,
 }
-"""How often each is drawn."""
+"""Weight of each kind when a fault is drawn."""
 STOPPED_S = 1.0, 8.0
 CUT_S = 1.0, 12.0
 HOSTILE_S = 8.0, 20.0
-"""How long a client misbehaves, its process's start included."""
+"""Range of the time for which a client misbehaves, including the start of its process."""
 
 
 @dataclass
 class Trouble(ABC):
-    """What a run makes go wrong: ``applied`` counts by kind, ``log`` says when."""
+    """Source of faults of a run: ``applied`` counts them by kind, ``log`` has their times."""
 
     machines: Machines
     draw: random.Random
@@ -41,22 +41,22 @@ class Trouble(ABC):
 
     @abstractmethod
     def one(self) -> None:
-        """Something goes wrong now."""
+        """Inject one fault now."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Between two looks."""
+        """Do the work that is due between two polls."""
 
     @abstractmethod
     def end(self) -> None:
-        """Nothing is wrong from now on."""
+        """End all faults."""
 
     def table(self) -> dict[str, object]:
-        """What else is to be told at the end."""
+        """Return further figures for the report of the run."""
         return {}
 
     def is_good(self) -> bool:
-        """Whether that is as it should be."""
+        """Whether these figures are as they should be."""
         return True
 
     def did(self, kind: str, what: str) -> None:
@@ -69,14 +69,14 @@ class Trouble(ABC):
 
 @dataclass
 class Faults(Trouble):
-    """Any of KINDS; ``_due`` is what ends, and when."""
+    """Any of KINDS; ``_due`` lists the faults that end later, and when."""
 
     only: list[str] = field(default_factory=list)
     _due: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     _cut: set[str] = field(default_factory=set)
 
     def one(self) -> None:
-        """Draw until there is one that can be."""
+        """Draw kinds until one of them can be injected."""
         while True:
             often = {kind: KINDS[kind] for kind in self.only} or KINDS
             [kind] = self.draw.choices([*often], [*often.values()])
@@ -123,14 +123,14 @@ class Faults(Trouble):
         return "it" if pids and killed(pids[0]) else ""
 
     def _kill_a_gateway(self) -> str:
-        """With its raylet, if another one serves."""
+        """Kill a gateway and its raylet, if another gateway serves."""
         if not all(one.is_ready and not one.has_ended for one in self.machines.gateways):
             return ""
         gateway = self.draw.choice(self.machines.gateways)
         return gateway.name if killed(gateway.pod.init()) else ""
 
     def _kill_a_raylet(self) -> str:
-        """With all that runs on that machine, if no other is being begun."""
+        """Kill a raylet and all that runs on its machine, unless another one is starting."""
         nodes = [(one, one.pod.pids("/raylet/raylet\0")) for one in self.machines.nodes]
         if not all(pids for _, pids in nodes):
             return ""
@@ -138,13 +138,13 @@ class Faults(Trouble):
         return node.name if killed(pids[0]) else ""
 
     def _kill_the_head(self) -> str:
-        """With Ray's own state, which it has on its disk, and the controller."""
+        """Kill the head and the controller. Ray's own state survives on the head's disk."""
         head = self.machines.all["head"]
         is_there = not head.has_ended and head.pod.pids("ray::Controller")
         return "it" if is_there and killed(head.pod.init()) else ""
 
     def _cut_two_machines(self) -> str:
-        """One way or both, all that there is or what is not Ray's."""
+        """Cut one direction or both, for all traffic or for all except Ray's."""
         ends = [*self.machines.nodes, *self.machines.gateways]
         free = [one for one in ends if one.name not in self._cut]
         if len(free) < 2:
@@ -165,11 +165,11 @@ class Faults(Trouble):
         return self._from_outside(self.draw.choice([*HOSTILE]))
 
     def _fill_a_gateway(self) -> str:
-        """With requests of clients that do nothing wrong."""
+        """Fill a gateway with requests of well-behaved clients."""
         return self._from_outside("crowd")
 
     def _from_outside(self, kind: str) -> str:
-        """A client of some kind, on a machine of its own, uses one gateway."""
+        """Run a client of the given kind, on a separate machine, against one gateway."""
         gateway, for_s = self.draw.choice(self.machines.gateways), self.draw.uniform(*HOSTILE_S)
         words = ["--kind", kind, "--grpc", f"{gateway.pod.address}:{GATEWAY_PORT}"]
         command = ["python", "-m", "benchmarks.hostile.client", *words]

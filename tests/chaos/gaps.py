@@ -1,8 +1,8 @@
-"""What the longest gaps of streams were made of, by the events that gateways note.
+"""Attribute the longest gaps of streams to the events that gateways record.
 
-A gap is the longest time between two pieces of an answer. Each of its moments belongs to the event
-of that answer that came last (tests/faults/timeline.py). While a gateway looks for a pair of ranks,
-it belongs to the state of the gangs, as their controller knows it.
+A gap is the longest time between two pieces of an answer. Each moment of it counts for the latest
+event of that answer (tests/faults/timeline.py). While a gateway searches for a pair of ranks, the
+time counts for the state of the gangs, as their controller knows it.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ UNKNOWN, LEAVING, STARTING = (
 WARMING = "no pair, warm-up"
 AFTER = {ENDED: PAUSE, ROUTING: NO_PAIR, ATTEMPT: QUEUE, GRANTED: READ}
 COMPARED_PAIRS = "ready", "starting", "lost"
-"""States of a gang, from the one in which it may serve."""
+"""States of a gang, starting with the one in which it may serve."""
 OF_STATE = {"starting": STARTING, "lost": LEAVING}
 Event = dict[str, Any]
 
@@ -70,7 +70,7 @@ def parts(
 
 
 def _without_pair(gangs: Sequence[Event], begins: float, ends: float) -> dict[str, float]:
-    """Return the seconds of each reason for which a gateway has no pair of ranks."""
+    """Return the seconds spent for each reason why a gateway has no pair of ranks."""
     found: defaultdict[str, float] = defaultdict(float)
     changes = sorted({begins, *(one["at"] for one in gangs if begins < one["at"] < ends)})
     for moment, later in pairwise([*changes, ends]):
@@ -84,7 +84,7 @@ def _without_pair(gangs: Sequence[Event], begins: float, ends: float) -> dict[st
 
 
 def _state_at(gangs: Sequence[Event], moment: float) -> str:
-    """Return the state of the kind that is worst off, which is that of its best gang."""
+    """Return the state of the worse of the two kinds; a kind has the state of its best gang."""
     states: dict[str, str] = {}
     for one in gangs:
         if one["at"] <= moment:
@@ -97,7 +97,8 @@ def _state_at(gangs: Sequence[Event], moment: float) -> str:
 
 
 def _part(last: Event, following: Event | None) -> str:
-    """Return what a time after ``last`` is, until ``following``, or the piece that ends the gap."""
+    """Return the part that the time from ``last`` to ``following`` counts for. ``following`` is
+    None if a piece ended the gap."""
     if following is not None and following.get("pid") != last.get("pid", following.get("pid")):
         return GATEWAY
     if last["event"] == PIECE:

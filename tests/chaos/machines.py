@@ -1,4 +1,4 @@
-"""The machines of a chaos run: each a pod, whose container is begun again when it has ended."""
+"""The machines of a chaos run: pods whose containers are restarted when they end."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from tests.pods import Pod, pods
 
 HEAD_PORT = 9000
 RAY_PORTS, RAY_MASK = 0x2000, 0xE000
-"""All ports of Ray are in this block: what is cut between machines may leave them out."""
+"""All ports of Ray are in this block, so that a cut between machines can spare Ray's traffic."""
 RAY = (
     *("--disable-usage-stats", f"--object-store-memory={128 << 20}", "--block"),
     *("--node-manager-port=8300", "--object-manager-port=8301", "--metrics-export-port=8302"),
@@ -26,16 +26,16 @@ RAY = (
 SHM_OF_RAY = "512m"
 GATEWAYS = "gateway-0", "gateway-1"
 CLIENTS = "client", "stranger"
-"""Machines without a part of the cluster: of honest clients, and of all others."""
+"""Machines outside the cluster: one for well-behaved clients, one for all other clients."""
 GATEWAY_PORT = 50051
 RANKS = "ray::PrefillActor", "ray::DecodeActor"
 PAUSE_S = 2.0
-"""After which an ended container is begun again."""
+"""Pause before an ended container is restarted."""
 
 
 @dataclass
 class Machine:
-    """``num_begun`` of its containers; ``is_ready``: a gateway's has said so."""
+    """``num_begun`` counts its containers. ``is_ready`` is set when a gateway reports readiness."""
 
     name: str
     pod: Pod
@@ -66,7 +66,7 @@ class Machine:
 
 
 class Machines:
-    """All of them by name. A thread begins again what has ended, until ``leave``."""
+    """All machines by name. A thread restarts ended ones until ``leave``."""
 
     def __init__(self, there: dict[str, Pod], sets: Sequence[str], folder: Path) -> None:
         head = f"{there['head'].address}:{HEAD_PORT}"
@@ -109,11 +109,12 @@ class Machines:
 
     @property
     def address(self) -> str:
-        """Of both gateways, as gRPC's clients take it."""
+        """Addresses of both gateways, as a target of gRPC clients."""
         return "ipv4:" + ",".join(f"{one.pod.address}:{GATEWAY_PORT}" for one in self.gateways)
 
     def begin(self, timeout_s: float) -> None:
-        """All, until both gateways serve. Raises TimeoutError with a gateway's log."""
+        """Start all machines and wait until both gateways serve. Raises TimeoutError with a
+        gateway's log."""
         for machine in self.all.values():
             machine.begin()
         self._keeper.start()
@@ -134,10 +135,11 @@ class Machines:
                 if machine.has_ended and not self._left.wait(PAUSE_S):
                     machine.begin()
 
-    # What is between them.
+    # Faults of the network between machines.
 
     def cut(self, one: Machine, other: Machine, spares_ray: bool) -> None:
-        """What ``one`` sends to ``other`` is lost from now on, Ray's own but for it."""
+        """From now on drop everything that ``one`` sends to ``other``, optionally except Ray's
+        traffic."""
         run = Tc(one.pod.name)
         run("qdisc add dev eth0 root handle 1: htb default 10")
         run("class add dev eth0 parent 1: classid 1:10 htb rate 100gbit quantum 60000")
@@ -156,7 +158,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Tc:
-    """Traffic control of a pod's network."""
+    """Traffic control (tc) in the network namespace of a pod."""
 
     name: str
 
@@ -167,7 +169,7 @@ class Tc:
 
 @contextmanager
 def machines(num_nodes: int, sets: Sequence[str], folder: Path) -> Iterator[Machines]:
-    """Not begun yet; all are ended with the block."""
+    """Yield machines that are not started; end all of them with the block."""
     nodes = [f"node-{i}" for i in range(num_nodes)]
     with pods(["head", *GATEWAYS, *nodes, *CLIENTS], {}) as there:
         made = Machines(there, sets, folder)
@@ -179,7 +181,7 @@ def machines(num_nodes: int, sets: Sequence[str], folder: Path) -> Iterator[Mach
 
 @contextmanager
 def asking(made: Machines, num_clients: int, seed: int, poison_s: float | None) -> Iterator[None]:
-    """Clients ask as long as the block goes on; then they end what they have begun."""
+    """Run clients during the block, then let them finish their open requests."""
     words = ["--address", made.address, "--folder", str(made.folder), "--seed", str(seed)]
     command = ["python", "-m", "tests.chaos.asker", *words, "--clients", str(num_clients)]
     command += [] if poison_s is None else ["--poison", str(poison_s)]
@@ -193,7 +195,7 @@ def asking(made: Machines, num_clients: int, seed: int, poison_s: float | None) 
 
 
 def killed(pid: int, number: int = signal.SIGKILL) -> bool:
-    """Whether it was there."""
+    """Send a signal; return whether the process existed."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -202,7 +204,7 @@ def killed(pid: int, number: int = signal.SIGKILL) -> bool:
 
 
 def lines(path: Path) -> list[dict]:
-    """What is there so far; a line that is being written is left out."""
+    """Return the records written so far, without a line that is still being written."""
     if not path.exists():
         return []
     return [

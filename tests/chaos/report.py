@@ -1,4 +1,4 @@
-"""Every answer beside its reference, and the figures of a run."""
+"""Compare every answer with its reference, and report the figures of a run."""
 
 import statistics
 from collections import Counter
@@ -15,18 +15,24 @@ from tandem.core.config import TINY_MODEL
 from tests.chaos.asker import Asked, is_turned_away
 
 PATIENCE_S = 60.0
-"""Of a typed client with its defaults."""
+"""Time for which a client with default settings retries."""
 
 
 @dataclass
 class Report:
-    """Of one run. An answer is exact if transformers chooses each of its tokens; ``ties`` are
-    places at which float64 tells the best two apart by less than 1e-4. Who is refused while no
-    pair was there for longer than a client's patience is ``excused``. ``away`` are the times
-    without a pair, from and to, ``short`` those in which something was missing. A ``poison`` is to
-    be refused with INTERNAL. ``turned_away`` found a gateway full before they had begun; what has
-    begun may not be refused for that. ``gap_parts`` is what the longest gaps were made of
-    (gaps.py)."""
+    """Figures of one run.
+
+    Attributes:
+        num_exact: Answers of which transformers chooses each token.
+        excused: Requests refused while no pair of ranks existed for longer than a client retries.
+        turned_away: Requests that found a gateway full before their first token. A request that has
+            a token may not be refused for that reason.
+        gap_parts: Composition of the longest gaps (gaps.py).
+        ties: Places at which the best two tokens differ by less than 1e-4 in float64.
+        away: Times without a pair of ranks, as (start, end).
+        short: Times in which some rank was missing, as (start, end).
+        poison: Outcomes of poison requests, which must be refused with INTERNAL.
+    """
 
     faults: dict[str, int]
     messages: dict[str, int]
@@ -94,7 +100,7 @@ def take(
     told: Iterable[dict[str, Any]],
     on_checked: Callable[[], None],
 ) -> None:
-    """Count the answers, and compare each different one once."""
+    """Count the answers, and compare each distinct one once."""
     answers = Counter[tuple[int, tuple[int, ...]]]()
     for one in told:
         report.num_requests += 1
@@ -121,7 +127,7 @@ def take(
 
 
 def compared(asked: Asked, tokens: list[int], is_whole: bool) -> list[str]:
-    """Near ties. Raises AssertionError where it differs."""
+    """Return near ties. Raises AssertionError where the tokens differ from the reference."""
     options = asked.options
     if is_whole:
         assert len(tokens) == options["max_tokens"], f"{len(tokens)} tokens"
@@ -134,7 +140,7 @@ def compared(asked: Asked, tokens: list[int], is_whole: bool) -> list[str]:
 
 
 def spans(states: list[dict[str, Any]], until: float, well: set[str]) -> list[tuple[float, float]]:
-    """The times, from and to, in which no such state was told."""
+    """Return the times, as (start, end), in which none of the states ``well`` was reported."""
     found: list[tuple[float, float]] = []
     for one, later in pairwise([*states, {"at": until, "state": ""}]):
         if one["state"] not in well:

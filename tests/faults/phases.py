@@ -1,9 +1,12 @@
-"""In a controller under test: it ends itself in a phase that is asked for, and moves experts.
+"""Runs inside a controller under test: kill it in a requested phase, and move experts.
 
-In $FAULTS the file ``end.controller`` names phases, by lines: in the middle of the first that comes
-about the controller notes in ``ended.controllers`` that it was there, and dies. ``rebalance`` names
-a gang, whose experts are placed anew, whatever that gains; which processes end by that is noted in
-``stopped.ranks`` (``HOST PID``, as they know themselves).
+Files in $FAULTS control it:
+
+- ``end.controller`` names phases, one a line. In the middle of the first of them that occurs, the
+  controller records itself in ``ended.controllers`` and dies.
+- ``rebalance`` names a gang. Its experts are placed again, even if nothing is gained.
+- ``stopped.ranks`` receives the processes that end by a rebalance, as ``HOST PID`` seen from
+  inside their machine.
 """
 
 import asyncio
@@ -21,7 +24,8 @@ from tests.faults.timeline import note_gang
 PHASES = "adoption", "load", "join", "replacement", "pause", "drain"
 LOOK_S, LATER_S = 0.005, 0.3
 KNOWN: dict[str, Any] = {}
-"""What each rank said last, by the name of its process: who has just died has said nothing yet."""
+"""Latest state reported by each rank, by process name. A rank that has just died has reported
+none."""
 
 
 def there(name: str) -> Path:
@@ -34,7 +38,7 @@ def note(name: str, line: str) -> None:
 
 
 def phases(controller: Any) -> set[str]:
-    """All that it is in the middle of."""
+    """Return all phases that the controller is in the middle of."""
     if controller._epochs.seen[0] == 0:
         return {"adoption"}
     return {_of(supervisor) for supervisor in controller._gangs.values()}
@@ -78,7 +82,7 @@ async def watch(controller: Any) -> None:
 
 
 def watched(module: Any) -> None:
-    """Watch controllers of tandem.cluster.control.controller from their first moment on."""
+    """Watch each controller of tandem.cluster.control.controller from its creation on."""
     begin, stop = module.Controller.ensure_adopted, module.GangSupervisor.stop
     rebalance.MIN_GAIN = -1.0
 

@@ -1,8 +1,9 @@
-"""On the path of a cluster under test, every process of it reads this first: faults from within.
+"""Inject faults from inside the processes of a cluster under test.
 
-In a rank's process, a file ``<pid>.engine`` or ``<pid>.loop`` in $FAULTS blocks its engine thread
-or its asyncio loop for as long as it is there, and a decode step with a POISON prompt in it that
-has emitted NUM_TOLD tokens reads memory that is nobody's. So does a prefill step of PREFILL_POISON.
+Python imports this module first in every process that has its folder on the path. In a rank, files
+in $FAULTS named ``<pid>.engine`` and ``<pid>.loop`` block the engine thread or the asyncio loop as
+long as they exist. A decode step reads unmapped memory if it has a POISON prompt that has emitted
+NUM_TOLD tokens. A prefill step of PREFILL_POISON does the same.
 """
 
 import asyncio
@@ -52,8 +53,8 @@ def _poison_prefill(engine: Any) -> None:
 
 
 def _end_in_lockstep(collectives: Any) -> None:
-    """A rank whose file ``PID.gang`` says "SIGNAL NUMBER" gets that signal as it enters collective
-    NUMBER of its next step; 0 is when it proposes."""
+    """Signal a rank at a collective. If its file ``PID.gang`` contains "SIGNAL NUMBER", the rank
+    gets that signal when it enters collective NUMBER of its next step; 0 is the proposal."""
     call, begin = collectives.Collectives._call, collectives.Collectives.start_step
 
     def meet(number: int) -> None:
@@ -76,7 +77,8 @@ def _end_in_lockstep(collectives: Any) -> None:
 
 
 def _tell_who(gang_lockstep: Any) -> None:
-    """``SEAT.pid`` has the process of each rank of a gang, ``lives`` all that were joined."""
+    """Record the process of each rank of a gang in ``SEAT.pid``, and every joined epoch in
+    ``lives``."""
     inner = gang_lockstep.GangLockstep.__init__
 
     def joining(self: Any, spec: Any, *args: Any) -> None:
@@ -120,7 +122,7 @@ def _watch(post: Callable[[Callable[[], None]], object], loop: asyncio.AbstractE
 
 
 def _stop(phase: str) -> None:
-    """The first process that comes here while there is a file ``PHASE.stop`` stops itself."""
+    """Stop the first process that gets here while a file ``PHASE.stop`` exists."""
     with suppress(FileNotFoundError):
         Path(os.environ["FAULTS"], f"{phase}.stop").unlink()
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -137,7 +139,7 @@ def _stop_as_it_loads(files: Any) -> None:
 
 
 def _stop_as_it_compiles(build: Any) -> None:
-    """While its compiler runs."""
+    """Stop the process while its compiler runs."""
     computed_s = build._cpu_s
 
     def computed(pid: int) -> float:
@@ -152,14 +154,14 @@ LATE_S = 3.0
 
 
 class Messages:
-    """When the next one of this process meets a fault."""
+    """Decides when the next message of this process meets a fault."""
 
     def __init__(self) -> None:
         self._draw = random.Random(os.getpid())
         self._next_at = time.monotonic() + MESSAGE_S
 
     def drawn(self, *kinds: str) -> str:
-        """ "" if nothing happens to this one."""
+        """Return the kind of fault for this message; "" for none."""
         if time.monotonic() < self._next_at:
             return ""
         self._next_at = time.monotonic() + self._draw.uniform(0.5, 1.5) * MESSAGE_S

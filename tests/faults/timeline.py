@@ -1,7 +1,7 @@
-"""When lives of gangs and attempts at answers began and ended, noted by processes under chaos.
+"""Record when epochs of gangs and attempts at answers start and end, for chaos runs.
 
-In $FAULTS ``gangs.jsonl`` has each change of a gang that its controller knows of, and
-``attempts.jsonl`` the events of each attempt at an answer, by the gateway that makes it.
+In $FAULTS, ``gangs.jsonl`` has each change of a gang that its controller sees. ``attempts.jsonl``
+has the events of each attempt at an answer, written by the gateway that makes the attempt.
 """
 
 import json
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 ROUTING, ATTEMPT, GRANTED, PIECE, ENDED = "routing", "attempt", "granted", "piece", "ended"
-"""A gateway looks for a pair of ranks, has one, has a row, has a piece, and has no more to do with
-this attempt."""
+"""Events of an attempt, in order. The gateway searches for a pair of ranks, has one, has a row,
+receives a piece, and ends the attempt."""
 
 
 def note(name: str, **fields: object) -> None:
@@ -34,7 +34,7 @@ def note_gang(gang: Any) -> None:
 
 
 def note_attempts(flow: Any) -> None:
-    """tandem.cluster.gateway.flow, before others import from it."""
+    """Patch tandem.cluster.gateway.flow, before other modules import from it."""
     run_request, grant = flow.run_request, flow._grant
 
     async def running(
@@ -68,7 +68,7 @@ def note_attempts(flow: Any) -> None:
 
 
 def note_routing(gateway: Any) -> None:
-    """cluster.gateway.gateway."""
+    """Patch tandem.cluster.gateway.gateway."""
     find_pair = gateway.ClusterGateway._choose_route
 
     async def finding(self: Any, request: Any, *args: Any) -> Any:

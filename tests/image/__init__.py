@@ -1,5 +1,8 @@
-"""The image as pods of deploy/: built, begun with the manifests' own users, limits and read-only
-roots, behind their NetworkPolicies, and asked with the commands that deploy/README.md has.
+"""Test the container image in pods that are made from the manifests of deploy/.
 
-``python -m tests.image`` is ``make image-test``. Not here: Kubernetes, the operator, GPUs.
+The image is built and started with the users, limits, read-only roots and NetworkPolicies of the
+manifests. Requests are sent with the commands of deploy/README.md.
+
+Run it by ``make image-test`` or ``python -m tests.image``. Kubernetes itself, the operator and GPUs
+are not tested here.
 """

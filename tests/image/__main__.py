@@ -1,9 +1,9 @@
-"""The image at work (tests/image/__init__.py): built, applied in three forms, asked for tokens.
+"""Build the image, apply it in three forms and request tokens (tests/image/__init__.py).
 
     make image-test
-    python -m tests.image --only base     # the image is there already
+    python -m tests.image --only base     # use the existing image
 
-The exit code is 1 if a command of deploy/README.md fails, or what it gives is not what it says.
+The exit code is 1 if a command of deploy/README.md fails or its output differs from that page.
 """
 
 import argparse
@@ -45,7 +45,7 @@ console = Console()
 
 
 def over_two_pods() -> Deployed:
-    """Gangs of two ranks, each in a pod of its own."""
+    """Return a deployment with gangs of two ranks, each rank in a separate pod."""
     it = deployed("base")
     it.config_map["data"]["tandem.yaml"] = TWO_PODS
     for group in it.groups.values():
@@ -57,7 +57,8 @@ FORMS = {"base": lambda: deployed("base"), "two-pods": over_two_pods}
 
 
 def walk() -> str:
-    """README's own way to a first token, and to a changed config; the text of that token."""
+    """Follow README's steps to a first token and to a changed config; return the text of the
+    token."""
     began = time.monotonic()
     with Walk(lambda text: console.print(f"  {text}", markup=False)) as one:
         one.through(FIRST_TOKEN)
@@ -87,7 +88,7 @@ def apply(name: str, it: Deployed) -> str:
 
 
 def report(name: str, made: Scene) -> None:
-    """What Prometheus reads there, and the memory of each pod."""
+    """Print the targets that Prometheus scrapes and the memory of each pod."""
     up = scraped(made)
     assert all(value == 1.0 for value in up.values()), up
     table = Table(title=f"{name}: the most that each has held, page cache included")
@@ -100,7 +101,8 @@ def report(name: str, made: Scene) -> None:
 
 
 def resolve() -> None:
-    """The CUDA target's packages: that they go together, which is all that is tried of it here."""
+    """Check that the packages of the CUDA target are compatible. Nothing else of it is tested
+    here."""
     if answers(f"{PYPI}/torch/"):
         console.print(f"the cuda target: {cuda.check()} packages go together, all pinned")
     else:

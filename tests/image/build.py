@@ -1,4 +1,4 @@
-"""The image, by the command that a README has, from the registries that this machine has."""
+"""Build the image with the README's command, from the package registries of this machine."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ PYPI = "https://pypi.org/simple"
 
 
 def run(*command: str, quiet: bool = True, environ: Mapping[str, str] = {}) -> str:
-    """Its stdout. Raises RuntimeError with what it said."""
+    """Return the command's stdout. Raises RuntimeError with the command's output."""
     env = os.environ | environ
     done = subprocess.run(command, cwd=ROOT, capture_output=quiet, text=True, env=env)
     if done.returncode:
@@ -30,7 +30,7 @@ def run(*command: str, quiet: bool = True, environ: Mapping[str, str] = {}) -> s
 
 
 def find_base() -> str:
-    """The image that deploy/Containerfile goes on from; says what it is."""
+    """Choose the base image of deploy/Containerfile, and print which one it is."""
     if _is_there(BASE):
         told = '{{index .OCIv1.Config.Labels "is"}}'
         return run("buildah", "inspect", "--format", told, BASE).strip() or BASE
@@ -52,7 +52,7 @@ def _make_stand_in() -> None:
         packages = "--include=python3.11,python3-pip,python3-venv,ca-certificates"
         run("debootstrap", "--variant=minbase", packages, "bookworm", str(root))
         (root / "usr/bin/python").symlink_to("python3.11")
-        # That of Debian refuses to install beside its own packages.
+        # Debian's marker file makes pip refuse to install into the system's Python.
         (root / "usr/lib/python3.11/EXTERNALLY-MANAGED").unlink()
         with tarfile.open(packed, "w") as tar:
             tar.add(root, ".")
@@ -63,13 +63,13 @@ def _make_stand_in() -> None:
 
 
 def build(arguments: Sequence[str]) -> None:
-    """``docker build`` with these arguments, as pip here is configured."""
+    """Run ``docker build`` with these arguments and this machine's pip configuration."""
     how = "--isolation", "chroot", "--network", "host", "--pull-never", "--layers"
     run("buildah", "bud", *how, *_as_pip_here(), *arguments, quiet=False)
 
 
 def _as_pip_here() -> list[str]:
-    """Its index, folders of wheels and certificates, as arguments of a build."""
+    """Return pip's index, folders of wheels and certificates as arguments of a build."""
     told = dict(
         line.partition("=")[::2]
         for line in run(sys.executable, "-m", "pip", "config", "list").splitlines()

@@ -1,4 +1,4 @@
-"""Containers of an image, as a kubelet begins them: by podman, in the network of their pod."""
+"""Run containers of an image as a kubelet would: by podman, in the network of their pod."""
 
 import resource
 import subprocess
@@ -13,14 +13,17 @@ from tests.pods import Box, Pod, RunningSequence
 PODMAN = "podman", "--cgroup-manager=cgroupfs", "--runtime=runc"
 USER = "1000"
 CLOSED = "--user", USER, "--cap-drop=all", "--security-opt=no-new-privileges", "--read-only"
-"""What Pod Security's "restricted" asks for, and the manifests' read-only root."""
+"""Restrictions of Pod Security's level "restricted", and the manifests' read-only root."""
 
 MOST = {"nofile": 65536, "nproc": 30000}
 
 
 class Image:
-    """One for every container. Its user is 1000 without capabilities, what is no volume of its pod
-    cannot be written, and the limits hold."""
+    """One image for all containers.
+
+    Containers run as user 1000 without capabilities. Everything except the volumes of the pod is
+    read-only, and the limits of the manifests apply.
+    """
 
     def __init__(self, tag: str) -> None:
         self._tag, self._numbers = tag, count()
@@ -77,7 +80,8 @@ class Image:
 
 
 def _ulimits() -> list[str]:
-    """Where this process may not raise its own, a container cannot either."""
+    """Return arguments for ulimits. A container cannot raise those that this process cannot
+    raise."""
     kinds = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
     most = {name: min(MOST[name], resource.getrlimit(kind)[1]) for name, kind in kinds.items()}
     return [f"--ulimit={name}={value}:{value}" for name, value in most.items()]
@@ -90,7 +94,7 @@ def name_of(process: RunningSequence) -> str:
 
 
 def inside(pod: Pod, command: Sequence[str]) -> str:
-    """What a command says in the latest container of a pod: ``kubectl exec``."""
+    """Return a command's output in the latest container of a pod, like ``kubectl exec``."""
     done = subprocess.run(
         [*PODMAN, "exec", name_of(pod.processes[-1]), *command], capture_output=True, text=True
     )
@@ -99,7 +103,7 @@ def inside(pod: Pod, command: Sequence[str]) -> str:
 
 
 def most_memory_bytes(pod: Pod) -> int:
-    """The most that its latest container has held, what the kernel may take back included."""
+    """Return the peak memory of the pod's latest container, including reclaimable page cache."""
     for line in Path(f"/proc/{pod.init()}/cgroup").read_text().splitlines():
         _, kinds, path = line.split(":", 2)
         if "memory" in kinds.split(","):

@@ -1,5 +1,7 @@
-"""Whether the packages of the ``cuda`` target go together, on a machine without a GPU: pip resolves
-what the target's commands install, and installs nothing."""
+"""Check that the packages of the ``cuda`` target are compatible, on a machine without a GPU.
+
+pip resolves the packages that the target's commands install, and installs nothing.
+"""
 
 import json
 import os
@@ -15,17 +17,17 @@ from tests.deployed import DEPLOY
 from tests.image.build import PYPI, run
 
 CONSTRAINTS = DEPLOY / "constraints.txt"
-# A mirror with builds for CPUs would be no answer.
+# A mirror with CPU builds would resolve to different packages.
 ENVIRON = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": "", "PIP_INDEX_URL": PYPI}
 
 
 def resolved() -> dict[str, str]:
-    """Name and version of all packages. Raises RuntimeError with pip's words where they do not go
-    together."""
+    """Return name and version of all packages. Raises RuntimeError with pip's output if they
+    conflict."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     with TemporaryDirectory() as name:
         report = Path(name, "report.json")
-        # fast-deps reads what a wheel needs without all of its gigabytes
+        # fast-deps reads the requirements of a wheel without downloading gigabytes.
         how = "--use-feature=fast-deps", "--dry-run", "--ignore-installed", "--only-binary=:all:"
         told = "--constraint", str(CONSTRAINTS), "--report", str(report), "--quiet"
         pip = sys.executable, "-m", "pip", "install"
@@ -36,7 +38,8 @@ def resolved() -> dict[str, str]:
 
 
 def check() -> int:
-    """How many packages; that each is pinned, and that Triton and CUDA's libraries are of them."""
+    """Return the number of packages. Check that each is pinned and that Triton and CUDA's libraries
+    are among them."""
     found = resolved()
     pinned = {
         line.partition("==")[0]

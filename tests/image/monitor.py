@@ -1,4 +1,4 @@
-"""Debian's Prometheus in the namespace ``monitoring``, told what the PodMonitors of deploy/ say."""
+"""Run Debian's Prometheus in the namespace ``monitoring``, with the PodMonitors of deploy/."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,8 @@ ADDRESS = "127.0.0.1:9090"
 
 
 def scraped(scene: Scene) -> dict[str, float]:
-    """What it reads, by PodMonitor and pod, once it reads all of it; promtool has checked it."""
+    """Return ``up`` by PodMonitor and pod, once all targets are scraped. promtool checks the
+    config."""
     pod = scene.there[MONITOR]
     targets = _targets(scene)
     jobs = [
@@ -41,7 +42,7 @@ def scraped(scene: Scene) -> dict[str, float]:
 
 
 def _targets(scene: Scene) -> Mapping[str, Mapping[str, str]]:
-    """Of each PodMonitor the addresses that it finds, with the pods' names."""
+    """Return the addresses that each PodMonitor finds, with the names of their pods."""
     found: dict[str, dict[str, str]] = {}
     for monitor in _component():
         if monitor["kind"] != "PodMonitor":

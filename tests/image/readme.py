@@ -1,5 +1,7 @@
-"""The commands of deploy/README.md, one after the other, as somebody walks them who reads nothing
-else. A command that nobody here knows is an error: so none is left out in silence."""
+"""Run the commands of deploy/README.md in order, as a reader who reads nothing else would.
+
+A command that this module does not know is an error, so no command is skipped silently.
+"""
 
 import re
 import shlex
@@ -34,7 +36,7 @@ asyncio.run(main())
 
 
 def commands(heading: str) -> list[str]:
-    """In the blocks below this heading, up to the next one."""
+    """Return the commands in the blocks below this heading, up to the next heading."""
     _, _, rest = README.read_text().partition(f"\n## {heading}\n")
     assert rest, heading
     section = rest.partition("\n## ")[0]
@@ -46,7 +48,7 @@ def commands(heading: str) -> list[str]:
 
 @dataclass
 class Walk:
-    """``texts`` are what was said; ``change`` is in the config of what is applied from then on."""
+    """``texts`` are the received texts. ``change`` is added to the config of later deployments."""
 
     say: Callable[[str], None]
     texts: list[str] = field(default_factory=list)
@@ -83,7 +85,7 @@ class Walk:
         build(words)
 
     def elsewhere(self, *_: str) -> None:
-        """Kubernetes' own, or the operator's."""
+        """Commands of Kubernetes or the operator, which are not run here."""
 
     def apply(self, folder: str) -> None:
         it = deployed(folder)
@@ -95,7 +97,7 @@ class Walk:
             self._roll(it)
 
     def _roll(self, it: Deployed) -> None:
-        """Gateways with what is changed: a new one is ready before an old one leaves."""
+        """Replace the gateways by changed ones: a new one is ready before an old one leaves."""
         self.scene.it = it
         for old in list(self.scene.gateways):
             new = self.scene.add_gateway()

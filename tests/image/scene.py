@@ -1,4 +1,4 @@
-"""What one ``kubectl apply -k`` makes, in pods: probed as by kubelets, closed by its policies."""
+"""The pods of one ``kubectl apply -k``: probed as by kubelets, isolated by its policies."""
 
 import subprocess
 import time
@@ -18,7 +18,7 @@ PROBES = {
     "52365/api/local_raylet_healthz": ("head", "worker"),
     "8265/api/gcs_healthz": ("head",),
 }
-"""What the operator asks in pods of Ray, by wget, and in which."""
+"""Probes that the operator runs in pods of Ray, by wget, and the kinds of pods for each."""
 PROBE = "wget --tries 1 -T 5 -q -O- http://localhost:{} | grep success"
 CLIENT, MONITOR = "client", "monitor"
 MOST_START_S = 900.0
@@ -26,8 +26,11 @@ MOST_START_S = 900.0
 
 @dataclass
 class Scene:
-    """``there`` has pods of the head, of each group's machines and of gateways, by name; a client
-    outside, and a monitor in its namespace, which are of this machine and not of the image."""
+    """A deployment in pods.
+
+    ``there`` has, by name, the pods of the head, of each worker group and of the gateways. A client
+    outside and a monitor in its namespace run on this machine's files instead of the image.
+    """
 
     it: Deployed
     there: dict[str, Pod]
@@ -36,7 +39,7 @@ class Scene:
     began_at: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """All pods, and the policies between them."""
+        """Start all pods, and enforce the policies between them."""
         for name in self._ray():
             begin_ray(self.there[name], self.it, self._group(name))
         for _ in range(self.it.gateway["spec"]["replicas"]):
@@ -50,15 +53,15 @@ class Scene:
         return name
 
     def wait_provisioned(self) -> None:
-        """Every pod of Ray says that it is well."""
+        """Wait until every pod of Ray is healthy."""
         wait_until(lambda: all(map(self._is_well, self._ray())), "probes", MOST_START_S)
 
     def wait_ready(self, name: str) -> None:
-        """As its kubelet asks, from outside of it."""
+        """Wait until a gateway is ready, probed from outside its pod like by a kubelet."""
         wait_until(lambda: self._asked(name, "readyz"), self.there[name].log(), MOST_START_S)
 
     def memory(self) -> dict[str, tuple[int, str]]:
-        """The most that each container has held, and its limit."""
+        """Return the peak memory of each container, and its limit."""
         limits = {
             name: container(self._spec(name))["resources"]["limits"] for name in self.running()
         }
@@ -106,7 +109,8 @@ class Scene:
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def told(self) -> dict[str, tuple[dict[str, str], Manifest]]:
-        """Labels and spec of each pod of the cluster, those that may come later included."""
+        """Return labels and spec of each pod of the cluster, including those that may start
+        later."""
         of = dict(zip(("head", *self.it.groups, "gateway"), self.it.labels(), strict=True))
         own = [name for name in self.there if name not in (CLIENT, MONITOR)]
         kinds = {name: name if name == "head" else name.rpartition("-")[0] for name in own}
@@ -132,7 +136,7 @@ def machines(it: Deployed) -> list[str]:
 
 @contextmanager
 def scene(it: Deployed, image: str) -> Iterator[Scene]:
-    """Nothing is begun yet. There is room for gateways that take the place of others."""
+    """Yield pods in which nothing is started. Includes spare pods for replacement gateways."""
     gateways = [f"gateway-{i}" for i in range(2 * it.gateway["spec"]["replicas"])]
     names = ["head", *machines(it), *gateways, CLIENT, MONITOR]
     with pods(names, hosts_of(it, door="gateway-0"), Image(image)) as there:
