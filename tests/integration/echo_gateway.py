@@ -1,4 +1,4 @@
-"""A gateway that answers from the prompt alone, so that the edge is tested without a cluster."""
+"""A gateway that computes answers from the prompt alone, to test the servers without a cluster."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
@@ -20,7 +20,7 @@ STORY = "Zwei Bären 🐻🐻 aßen Käse. "
 
 
 class ByteTokenizer:
-    """One token per byte, three up; 1 begins a text and ``EOS`` ends one."""
+    """One token per byte, its value plus three; 1 starts a text and ``EOS`` ends one."""
 
     max_token_bytes = None
     special_tokens: dict[str, int] = {}
@@ -30,19 +30,19 @@ class ByteTokenizer:
 
 
 def answer_to(prompt_ids: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """The story, begun at a place that the prompt chooses."""
+    """Return part of the story, starting at an offset that depends on the prompt."""
     story = STORY.encode()
     return tuple(story[(sum(prompt_ids) + i) % len(story)] + 3 for i in range(num_tokens))
 
 
 def text_of(token_ids: tuple[int, ...]) -> str:
-    """Complete characters only; what cannot begin one is left out."""
+    """Decode complete characters only; bytes that start no character are left out."""
     return bytes(token - 3 for token in token_ids).decode(errors="ignore")
 
 
 class EchoGateway:
-    """Two tokens per delta. ``hold_after`` tokens it waits for ``go_on``; ``failures`` are
-    raised by turns, each after its number of new tokens."""
+    """Sends two tokens per delta. After ``hold_after`` tokens an answer waits for ``go_on``.
+    ``failures`` are raised one after another, each after its number of new tokens."""
 
     model = ModelInfo(
         "echo", "DeepseekV3ForCausalLM", 128, 300, (EOS,), 3, True, "float32", digest="ec40"
@@ -70,7 +70,7 @@ class EchoGateway:
         return ServerStatus(self.state, "disaggregated", num_running, (node,))
 
     def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
-        """Its queue is never full."""
+        """Accept every request, as if the queue were never full."""
 
     def start_answers(self, request: Request) -> SimpleNamespace:
         aborted = asyncio.Event()
@@ -130,7 +130,7 @@ def _finished(request: Request, num_tokens: int, reason: str, index: int) -> Fin
 async def launch(
     config: TandemConfig, ray_address: str | None = None, on_progress: Any = print
 ) -> AsyncIterator[EchoGateway]:
-    """Stand in for ``launch`` of cluster/control/launch.py."""
+    """Replace ``launch`` of cluster/control/launch.py."""
     on_progress(f"launching {config.mode}")
     gateway = EchoGateway()
     if config.model.max_model_len == 2:
@@ -141,7 +141,7 @@ async def launch(
 
 @asynccontextmanager
 async def echo_server(gateway: EchoGateway, *sets: str) -> AsyncIterator[Server]:
-    """A server on any port that drains for 0.3 s; checks that every stream was closed."""
+    """Run a server on a free port that drains for 0.3 s; check that every stream was closed."""
     config = load(None, ["server.address=127.0.0.1:0", "server.drain_timeout_s=0.3", *sets])
     async with Server(config) as server:
         await server.attach(gateway)

@@ -1,4 +1,4 @@
-"""A prefill rank that computes made-up values: the other side in hand-over tests."""
+"""A prefill rank that computes made-up values, as the peer in hand-over tests."""
 
 import asyncio
 import hashlib
@@ -31,14 +31,14 @@ DEADLINES = Deadlines(wait_s=0.5, call_s=3.0, progress_s=4.0)
 
 
 def values(request_id: str, layer: int, num_tokens: int) -> torch.Tensor:
-    """What request's cache holds in a layer (counted over all groups): [num_tokens, WIDTH]."""
+    """Return a request's cache of a layer, numbered over all groups: [num_tokens, WIDTH]."""
     digest = hashlib.sha256(f"{request_id}/{layer}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return torch.randn(num_tokens, WIDTH, generator=generator)
 
 
 class Rank:
-    """Caches, pages and an engine thread: what both sides have."""
+    """Caches, pages and an engine thread, which both ranks of a hand-over have."""
 
     def __init__(self, name: str, page_size: int, num_pages: int, layout: Layout = LAYOUT) -> None:
         self.pool = PagePool(num_pages, page_size)
@@ -118,7 +118,7 @@ class Prefill(Rank):
 
     async def go_on(self, request_id: str, attempt: int, hi: int, num_tokens: int,
                     seal: bool) -> None:  # fmt: skip
-        """The chunk that ends at ``hi``."""
+        """Compute the chunk that ends at ``hi``."""
         key = Identity(request_id, attempt=attempt)
         await self.engine.call(partial(self.compute, key, hi, num_tokens, seal))
 
@@ -135,7 +135,7 @@ class Prefill(Rank):
         self.source.advance(key, pages, hi, told)
 
     async def seal(self, request_id: str, attempt: int) -> None:
-        """What ends a prefill that was run without a seal, in a step of its own."""
+        """Seal a prefill that was run without a seal, in a separate step."""
         key = Identity(request_id, attempt=attempt)
 
         def end() -> None:
@@ -148,7 +148,8 @@ class Prefill(Rank):
         await self.engine.call(lambda: self.source.fail(key, "the prompt was refused"))
 
     async def steal_page(self, request_id: str, attempt: int, number: int) -> None:
-        """The bug that must never be served: a page changes hands while it is offered."""
+        """Simulate a bug whose data must never be used: a page changes owner while it is
+        offered."""
 
         def steal() -> None:
             page = self.pages[Identity(request_id, attempt=attempt)][number]

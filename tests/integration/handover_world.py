@@ -1,4 +1,4 @@
-"""Both sides of a hand-over: the prefill process, its control socket, and a decode rank."""
+"""Both ends of a hand-over: the prefill process with its control socket, and a decode rank."""
 
 import asyncio
 import itertools
@@ -93,7 +93,7 @@ class World:
         )  # fmt: skip
 
     async def pull(self, offer: Offer) -> tuple[PullResult, list[int]]:
-        """Pull into fresh pages; they are freed again if the pull fails."""
+        """Pull into fresh pages, which are released if the pull fails."""
         pool = self.decode.pool
         pages = await self.decode.engine.call(
             lambda: pool.allocate(pool.num_pages_for(offer.num_tokens))
@@ -112,7 +112,7 @@ class World:
         await self.decode.engine.call(lambda: self.decode.pool.release(pages))
 
     async def check_clean(self, channels: int | None = None) -> dict[str, Any]:
-        """Nothing is held on either side; waits only for what runs in the background."""
+        """Check that nothing is held at either end; waits only for background work."""
         await self.sink.idle()
         counts = self.sink.counts()
         assert (counts["pulls"], counts["staging"], counts["tasks"]) == (0, 0, 0), counts

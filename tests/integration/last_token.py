@@ -1,5 +1,7 @@
-"""What a drafter planted beside MTP has to do. Run in the copy of the tree that has one, over the
-checkpoint in the folder that is given."""
+"""Checks for a user's drafter that a patch added in addition to MTP.
+
+Run it in the patched copy of the tree, with the folder of a checkpoint.
+"""
 
 import asyncio
 import sys
@@ -10,7 +12,7 @@ from tests.rig import rig
 
 
 async def answers(path: Path, *sets: str) -> list[list[int]]:
-    """Of a split cluster; nothing is left behind."""
+    """Return the answers of a split cluster, and check that nothing is left behind."""
     async with rig(path, "kv.page_size=8", *sets) as cluster:
         asked = [greedy(f"r{i}", [7, 7, 7 + i], 30, ignore_eos=True) for i in range(3)]
         told = await asyncio.gather(*map(cluster.complete, asked))

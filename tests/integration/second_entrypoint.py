@@ -1,5 +1,7 @@
-"""What an entrypoint planted beside gRPC has to do. Run in the copy of the tree that has one, over
-the checkpoint in the folder that is given."""
+"""Checks for an entrypoint that a patch added in addition to gRPC.
+
+Run it in the patched copy of the tree, with the folder of a checkpoint.
+"""
 
 import asyncio
 import json
@@ -16,7 +18,7 @@ PROMPT = [5, 6, 7]
 
 
 async def ask(address: str, **fields: Any) -> list[dict[str, Any]]:
-    """Every line of the answer."""
+    """Return every line of the answer."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(json.dumps(fields).encode() + b"\n")

@@ -1,9 +1,9 @@
 """Random requests over whole clusters: each answer is the one that the checkpoint gives.
 
-The requests combine options that other tests try one by one: penalties and seeds with preemption,
-biases of special tokens with ``min_tokens``, stop strings with log probabilities, several answers
-with stop tokens. Prompts reach the end of the context, pools are small, and clients resume answers
-after any piece. The oracle is tests/answers.py.
+The requests combine options that other tests cover one by one. Examples are penalties and seeds
+with preemption, biases of special tokens with ``min_tokens``, stop strings with log probabilities,
+and several answers with stop tokens. Prompts reach the end of the context and pools are small.
+Clients resume answers after any piece. The oracle is tests/answers.py.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ BURST = 8
 
 
 async def check_answers(path: Path, sets: tuple[str, ...], num_bursts: int, seed: int) -> None:
-    """Send bursts of requests, and resume some answers of each; check all of them."""
+    """Send bursts of requests, resume some answers of each burst, and check all of them."""
     sets = "model.max_model_len=96", *sets
     lengths = [int(one.partition("=")[2]) for one in sets if one.startswith("model.max_model_len")]
     async with rig(path, *sets) as cluster:

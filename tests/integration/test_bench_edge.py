@@ -29,7 +29,7 @@ FOR_EVER = 60.0
 
 
 class CountingGateway(EchoGateway):
-    """Knows the most requests that ran at once."""
+    """Records the maximum number of concurrent requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ async def test_an_open_loop_does_not_wait_for_answers(
 
 
 async def test_latency_counts_from_the_schedule_and_the_lag_is_told(client: AsyncClient) -> None:
-    """Everything was due seven seconds ago: a generator that lags cannot flatter."""
+    """All requests were due seven seconds ago, so a generator that lags must not look fast."""
     run = await generator(client).open_loop(JOBS, [-7.0] * 6, FOR_EVER)
     found = measure([run], Slo(ttft_ms=6999))
     assert found.lag_ms is not None and found.lag_ms.p50 >= 7000

@@ -1,7 +1,7 @@
-"""However and whenever a request is ended, both nodes are free of it after a step of each.
+"""A request that is ended at any time, in any way, leaves both nodes within one step of each.
 
-Real gRPC, real nodes, real channels. Engines make only the steps they are given, so each phase
-is held until the request has been ended there.
+The test uses real gRPC, nodes and channels. Engines run only the steps that the test triggers, so
+each phase is held until the request has been ended in it.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ from tests.waiting import until
 
 WAYS = ("drop", "abort", "deadline")
 DEADLINES_S = 0.02, 0.1, 8.0, 32.0
-"""To reach a phase in, which then lasts until the deadline has passed: the next one where the
-machine is too slow for one."""
+"""Deadlines of the request. It must reach the phase before the deadline, and the phase lasts until
+the deadline has passed. A machine that is too slow for one deadline tries the next."""
 MAX_STEPS = 2
-"""Of each engine, from its hearing of the end until nothing of the request is left."""
+"""Steps that each engine may take from learning of the end until nothing of the request is left."""
 VICTIM, AHEAD = "victim", "ahead"
 Phase = Callable[[Scene], Awaitable[None]]
 
@@ -36,7 +36,7 @@ def deadlines_s(way: str) -> tuple[float | None, ...]:
 
 
 async def is_reached(at: Scene, phase: Awaitable[None]) -> bool:
-    """Wait for the phase; False if the deadline came first."""
+    """Wait for the phase; return False if the deadline passed first."""
     reaching = asyncio.ensure_future(phase)
     both = reaching, at.streams[VICTIM].task
     await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -49,31 +49,31 @@ async def is_reached(at: Scene, phase: Awaitable[None]) -> bool:
 
 
 async def queued(at: Scene) -> None:
-    """Every row is taken; it waits at the decode node."""
+    """All rows are taken; the request waits at the decode node."""
     await until(lambda: at.waits(VICTIM), at.answer)
 
 
 async def asking(at: Scene) -> None:
-    """It has asked for a row; the decode engine is in the middle of a step."""
+    """The request waits for a row while the decode engine is in the middle of a step."""
     [decode] = at.cluster.decodes
     await until(lambda: decode._pending_grants and at.decode.is_asked)
 
 
 async def without_decode_pages(at: Scene) -> None:
-    """A row is free, too few pages are: it waits."""
+    """A row is free but too few pages are; the request waits."""
     await until(lambda: at.waits(VICTIM), at.answer)
     assert at.cluster.decodes[0].engine.scheduler._free_rows
 
 
 async def without_prefill_pages(at: Scene) -> None:
-    """The decode node waits to pull what the prefill node has no pages for yet."""
+    """The decode node waits to pull a prompt for which the prefill node has no pages yet."""
     scheduler = at.cluster.prefills[0].engine.scheduler
     await until(lambda: scheduler.num_queued, at.answer)
     assert at.holds_a_row(VICTIM)
 
 
 async def behind_another(at: Scene) -> None:
-    """Its prompt waits behind that of another; its pull waits too."""
+    """The prompt is queued after another request's prompt, and the pull waits too."""
     await until(lambda: at.prefill_sequence(VICTIM), at.answer)
     sequence = at.prefill_sequence(VICTIM)
     assert sequence is not None and sequence.num_computed == 0
@@ -127,7 +127,7 @@ async def decoding(at: Scene) -> None:
 
 
 async def preempted(at: Scene) -> None:
-    """It made way for the older one and waits to go on, holding nothing."""
+    """The request was preempted for an older one. It waits to resume and holds nothing."""
 
     def has_run() -> bool:
         return at.holds_a_row(VICTIM) and len(at.streams[VICTIM].tokens) > 1
@@ -154,7 +154,8 @@ OTHER_NODES: list[tuple[Phase, tuple[str, ...]]] = [
     (decoding, ("mode=colocated",)),
     (preempted, ("decode.overlap=true",)),
 ]
-"""All ways meet before they come to a node: for these, one of them does where time is short."""
+"""All ways to end a request merge before they reach a node. In these phases, one way is enough when
+time is short."""
 CASES = [(*phase, way) for phase in PHASES for way in WAYS] + [
     pytest.param(*phase, way, marks=[pytest.mark.slow] if way != "abort" else [])
     for phase in OTHER_NODES
@@ -177,7 +178,7 @@ async def prepare(at: Scene, phase: Phase) -> None:
 
 
 async def leave_pages(at: Scene, rank: PrefillRank | DecodeRank, num_left: int) -> None:
-    """Take all but so many of a rank's free pages until the phase is over."""
+    """Take a rank's free pages except ``num_left`` until the phase is over."""
     pool: PagePool = rank.pool
     taken: list[int] = []
     posted = rank.loop.post(lambda: taken.extend(pool.allocate(pool.num_available - num_left)))
@@ -202,7 +203,8 @@ async def test_an_ended_request_is_gone_after_a_step(
 async def is_ended_in(
     path: Path, phase: Phase, sets: tuple[str, ...], way: str, deadline_s: float | None
 ) -> bool:
-    """False if the phase was not reached before the deadline; nothing is left then either."""
+    """Return False if the deadline passed before the phase; nothing may be left in that case
+    either."""
     async with scene(path, *sets) as at:
         await prepare(at, phase)
         at.ask(VICTIM, prompts(1, 60)[0], 30, timeout_s=deadline_s)
@@ -226,7 +228,7 @@ async def is_ended_in(
 
 
 async def go_on(at: Scene) -> None:
-    """All others finish exactly, and nothing is left."""
+    """Check that all other requests finish exactly and nothing is left."""
     for undo in at.undo:
         undo()
     at.prefill.open()
@@ -239,7 +241,7 @@ async def go_on(at: Scene) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_all_answers_of_an_ended_request_are_gone(small_model: Path, way: str) -> None:
-    """n = 2: both are on the nodes as requests of their own."""
+    """Both answers of a request with n = 2 are on the nodes as separate sequences."""
     [deadline_s] = deadlines_s(way)[1:2] or [None]
     async with scene(small_model, "decode.max_num_seqs=3") as at:
         at.ask(VICTIM, prompts(1, 20)[0], 30, timeout_s=deadline_s, num_answers=2)
@@ -253,7 +255,7 @@ async def test_all_answers_of_an_ended_request_are_gone(small_model: Path, way: 
 async def test_who_is_ended_twice_keeps_its_pages_until_nothing_writes_them(
     small_model: Path,
 ) -> None:
-    """An abort may come twice, or with a sweep."""
+    """An abort may arrive twice, or together with a sweep."""
     async with scene(small_model) as at:
         [decode] = at.cluster.decodes
         caches, goes_on = decode.kv_receiver._endpoint.caches, threading.Event()

@@ -24,7 +24,7 @@ DEADLINE_S = 2.0
 
 
 def sender_process(pipe: Connection) -> None:
-    """P: makes and uses channels as told, until told to stop."""
+    """Run the prefill rank P: create and use channels as ordered, until the order "stop"."""
     torch.set_num_threads(1)
     channel_factory = create_channel_factory("gloo", HOST, DEADLINE_S)
     pipe.send(channel_factory.listen())
@@ -91,7 +91,7 @@ def ended(channel: Channel) -> None:
 
 
 def threads() -> list[str]:
-    """Channel threads that do not end by themselves."""
+    """Return the names of channel threads that have not ended."""
     found = [t for t in threading.enumerate() if t.name.startswith("channel-")]
     for thread in found:
         thread.join(PATIENCE_S)
@@ -221,7 +221,7 @@ def test_a_frozen_peer_is_given_up_at_the_deadline(mortal: Peer) -> None:
 
 
 class Deaf:
-    """A wire whose transfer ends well, though it was told to end before."""
+    """A transport whose transfer completes successfully after it was aborted."""
 
     def __init__(self) -> None:
         self.has_arrived = threading.Event()

@@ -1,4 +1,4 @@
-"""Three minutes of chaos with real processes (tests/chaos): every answer exact, nobody refused."""
+"""Three minutes of chaos with real processes (tests/chaos): every answer exact, none refused."""
 
 import subprocess
 import sys

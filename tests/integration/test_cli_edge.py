@@ -1,4 +1,4 @@
-"""The command ``tandem`` as a process, over the echo gateway in place of a cluster."""
+"""The command ``tandem`` as a process, with the echo gateway instead of a cluster."""
 
 import json
 import signal
@@ -98,7 +98,7 @@ def test_status_shows_every_node(address: str) -> None:
 
 @pytest.mark.parametrize(("max_rows", "code"), [(1, 0), (2, 1)])
 def test_the_exit_code_of_status_says_whether_it_serves(max_rows: int, code: int) -> None:
-    """DEGRADED does, NOT_SERVING does not; the echo gateway takes its state from the config."""
+    """DEGRADED serves, NOT_SERVING does not. The echo gateway derives its state from the config."""
     with serving("--set", f"decode.max_num_seqs={max_rows}") as (_, address):
         for args in ((), ("--json",)):
             done = tandem("status", "--address", address, *args)

@@ -1,4 +1,4 @@
-"""Both clients over real sockets: resuming, leaving, deadlines and aborts, with no seam."""
+"""Both clients over real sockets: resumed streams, disconnects, deadlines and aborts."""
 
 import asyncio
 import time
@@ -117,7 +117,7 @@ async def test_where_nobody_ever_answered_it_is_soon_told_how_to_start_a_server(
 async def test_several_answers_come_whole_or_not_at_all(
     server: Server, client: AsyncClient, gateway: EchoGateway
 ) -> None:
-    """Only before their first token is a stream of several answers tried again."""
+    """A stream of several answers is retried only before its first token."""
     answers = await client.complete_all("abc", n=3, max_tokens=9)
     expected = answer_to(gateway.requests[0].prompt_ids, 9)
     assert [(a.finished.index, a.token_ids) for a in answers] == [(i, expected) for i in range(3)]

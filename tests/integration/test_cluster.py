@@ -1,5 +1,8 @@
-"""One cluster in a Ray begun apart: gateways come and go, and the nodes forget those that are
-killed; the controller dies and comes back."""
+"""One cluster in an existing Ray.
+
+Gateways come and go, and nodes release what killed gateways held. The controller dies and comes
+back.
+"""
 
 import json
 import os
@@ -39,8 +42,8 @@ LONG_PROMPT = [0, *range(50, 90)]
 NUM_TOKENS = 4000
 MOST_PER_STEP = 4
 MAX_INLINE_BYTES = 16 << 10
-"""Ray sends larger arguments apart from their call. Its own bound, 100 KiB, is more than the
-largest legal request of this checkpoint has."""
+"""Argument size above which Ray sends arguments separately from their call. Ray's default, 100 KiB,
+exceeds the largest legal request of this checkpoint."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +89,8 @@ def check_answer(server: Serving, num_tokens: int = 12) -> None:
 
 
 def first_message(server: Serving, **resumed: Any) -> pb.GenerateResponse:
-    """The first message of a stream that is given up then. A proof that counts comes back in it."""
+    """Return the first message of a stream, which is then cancelled. A valid proof of the request
+    comes back in it."""
     options: Any = {"request_id": "proven", "max_tokens": 150, "ignore_eos": True}
     with grpc.insecure_channel(server.address) as channel:
         call = rpc.InferenceStub(channel).Generate(build_request(PROMPT, options | resumed))
@@ -142,7 +146,7 @@ def is_empty(server: Serving) -> bool:
 
 
 def granted(victim: Follower, survivor: Serving, prefill: int) -> None:
-    """The prefill node is frozen: the row is granted, and nothing follows."""
+    """Bring the victim to a granted row. The prefill node is frozen, so nothing follows."""
     os.kill(prefill, signal.SIGSTOP)
     wait_until(lambda: num_rows(survivor) == 1)
     assert not victim.token_ids
@@ -184,14 +188,15 @@ def test_a_differing_config_is_refused_by_name(head: RayHead, servers: list[Serv
 
 
 def test_what_ray_says_goes_to_the_log(head: RayHead, servers: list[Serving]) -> None:
-    """Not to stdout, which is for answers: of this driver as of all others."""
+    """Ray's output must not go to stdout, which is for answers. This holds in every driver."""
     assert script(head, TROUBLE) == ["done"]
     wait_until(lambda: all("trouble of Ray's own" in "".join(server.log) for server in servers))
 
 
 def test_the_room_of_a_gang_in_its_second_life_is_kept(head: RayHead) -> None:
-    """That of its first life, as a controller that comes back finds it. A gang that ends gives back
-    its own, not that of another whose name begins with its name."""
+    """The placement group of the first epoch is kept, as a returning controller finds it. A gang
+    that ends releases only its own group, not that of a gang whose name starts with the same
+    characters."""
     kept, tenth = "tandem:other-0.4 tandem:other-1.9", "tandem:other-10.7"
     assert script(head, ROOMS) == [f"{kept} {tenth}", f"tandem:other-0.4 {tenth}", ""]
 
@@ -237,7 +242,7 @@ def test_what_a_killed_gateway_held_is_free_after_a_lease(
 
 
 def test_large_requests_dropped_at_once_leave_nothing(servers: list[Serving]) -> None:
-    """Their payloads travel apart from their calls: slower than the aborts, which overtake them."""
+    """Large payloads travel separately from their calls, so aborts overtake them."""
     survivor = servers[0]
     biases = dict.fromkeys(range(1024), 1e-09)
     sampling = SamplingParams(logit_bias=tuple(TokenBias(*item) for item in biases.items()))
@@ -285,7 +290,7 @@ def test_a_killed_controller_comes_back_and_adopts(head: RayHead, servers: list[
 def test_the_controller_begins_a_new_life_after_a_death(
     head: RayHead, servers: list[Serving]
 ) -> None:
-    """And answers that have begun go on."""
+    """Answers that have started continue."""
     before = dict(lives(servers[0]))
     [victim] = actors(head.pid, "PrefillActor")
     followers = [Follower(server.address, 60 + i) for i, server in enumerate(servers)]
@@ -316,7 +321,7 @@ def test_a_frozen_rank_that_is_reported_gets_a_new_life(
 
 
 def test_stop_ends_everything_once(head: RayHead, servers: list[Serving]) -> None:
-    """From here on the Ray is empty."""
+    """The Ray is empty after this test."""
     ran = tandem("stop", "--ray-address", head.address, "--json", env=head.env)
     assert ran.returncode == 0, ran.stderr
     assert [name.partition(".")[0] for name in sorted(json.loads(ran.stdout)["stopped"])] == [
@@ -341,7 +346,8 @@ def test_a_mistake_that_only_ranks_can_see_is_told_and_may_be_mended(head: RayHe
 
 
 def near_half_of_the_pool(server: Serving) -> None:
-    """Three answers that grow to over 40 % of it each: they are preempted and go on together."""
+    """Send three answers that grow to over 40 % of the pool each. They are preempted, and all
+    finish."""
 
     def ask(first: int) -> tuple[list[int], list[int]]:
         prompt = [0, *range(first, first + 180)]

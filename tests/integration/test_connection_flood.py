@@ -30,7 +30,7 @@ while time.monotonic() - began < 60:
 
 @contextmanager
 def flooded(address: PortAddress, per_s: int) -> Iterator[None]:
-    """Another process opens ``per_s`` connections a second, which say nothing."""
+    """Another process opens ``per_s`` connections a second and sends nothing on them."""
     args = [sys.executable, "-c", FLOOD, address.host, str(address.port), str(per_s)]
     with subprocess.Popen(args, stdout=subprocess.PIPE) as flood:
         assert flood.stdout is not None

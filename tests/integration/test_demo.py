@@ -1,4 +1,4 @@
-"""The demo's answers are a pleasure to read: whole, and without lines that repeat."""
+"""The demo's answers end by themselves and repeat no lines."""
 
 from io import StringIO
 from itertools import groupby

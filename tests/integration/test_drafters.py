@@ -1,5 +1,8 @@
-"""Every drafter at its largest level over gRPC, in every layout: the answers of none in the same
-layout, to the bit, whatever requests ask for. The whole table: ``pytest -m "slow or not slow"``."""
+"""Every drafter at its largest level over gRPC, in every layout.
+
+Answers must equal, to the bit, those of the same layout without drafts, for all request options.
+The whole table runs with ``pytest -m "slow or not slow"``.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -45,7 +48,7 @@ Answer = dict[int, list[tuple[int, TokenLogprobs | None]]]
 async def answer(
     client: AsyncClient, i: int, ids: list[int], has_drafts: bool
 ) -> tuple[Answer, int]:
-    """Tokens and log probabilities of each of the answers to a prompt; accepted drafts."""
+    """Return tokens and log probabilities of each answer to a prompt, and the accepted drafts."""
     options = KINDS[i % len(KINDS)] | {"seed": 77 + i, "max_tokens": 24}
     options.setdefault("ignore_eos", "stop_token_ids" not in options)
     if not has_drafts:
@@ -62,7 +65,8 @@ async def answer(
 
 
 async def answers(cluster: Rig, has_drafts: bool = True) -> tuple[list[Answer], int]:
-    """The first one is alone: one rank is busy, the others are idle in its first step."""
+    """Complete the first request alone, so that in its first step one rank is busy and others
+    idle."""
     asked = texts(10, seed=5)
     async with served(cluster) as address, AsyncClient(address) as client:
         first = await answer(client, 0, asked[0], has_drafts)
@@ -108,8 +112,11 @@ async def test_answers_are_those_without_drafts(layout: str, name: str) -> None:
     ["Hostile", *(pytest.param(one, marks=pytest.mark.slow) for one in ("Broken", "Hangs"))],
 )
 async def test_a_hostile_class_under_64_requests(hostile: str) -> None:
-    """Every answer is exact, nothing is leaked, and it is off after three steps in a row in which
-    it failed for some row, though it tells others the truth."""
+    """Every answer is exact and nothing leaks.
+
+    The drafter is turned off after three consecutive steps in which it failed for some row, even if
+    its other drafts are correct.
+    """
     asked = texts(8, most=24, seed=5) * 8
     told = []
     for sets in (

@@ -1,5 +1,7 @@
-"""What is drafted is the same split and colocated, to the token in every step: nothing is missing
-from a hand-over. And pages that others may share stay as they were."""
+"""A split cluster drafts the same tokens as a colocated one in every step.
+
+So a hand-over misses nothing that drafters need. Pages that may be shared stay unchanged.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -42,7 +44,7 @@ def modules_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Heard(Spy):
-    """The drafts of real rows alone, by the last token that each has."""
+    """Records the drafts of real rows only, found by the last token of each row."""
 
     def draft(self, state: Any, context: Any, *rest: Any) -> Any:
         drafts = self.inner.draft(state, context, *rest)  # type: ignore[attr-defined]
@@ -54,7 +56,7 @@ class Heard(Spy):
 async def drafted(
     path: Path, monkeypatch: pytest.MonkeyPatch, *sets: str
 ) -> tuple[list[list[int]], list[list[list[int]]]]:
-    """Answers to one prompt after the other, and what was drafted for each."""
+    """Return the answers to prompts sent one after another, and the drafts made for each."""
     spies: list[Heard] = []
     load_once = rigs.load_once
 
@@ -132,7 +134,8 @@ async def test_pages_that_may_be_shared_stay_as_they_were(
 async def test_bytes_are_those_that_the_page_says(
     modules_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of caches by what came over the wire, of features by the seal; weights by what is read."""
+    """Compare the page's bytes of caches with the transfer, of features with the seal, and of
+    weights with the loaded file."""
     seals: list[Seal] = []
     activate = DecodeRank._activate
 
@@ -150,7 +153,7 @@ async def test_bytes_are_those_that_the_page_says(
     main = 4 * config.num_hidden_layers * config.latent_dim
     assert said["cache_per_token"] == 4 * 3 * config.latent_dim
     assert finished.kv_transfer.bytes == len(prompts()[0]) * (main + said["cache_per_token"])
-    seal = seals[-1]  # behind that of the warm-up
+    seal = seals[-1]  # the warm-up's seal comes first
     assert (
         seal.features is not None
         and len(seal.features) == said["features"] == 4 * 3 * config.hidden_size
@@ -163,5 +166,5 @@ async def test_bytes_are_those_that_the_page_says(
         if name.startswith("model.layers.") and name[:14] >= first
     ]
     num = sum(one.numel() for one in own)
-    # Matrices of attention are kept in both forms, and experts are padded to whole vectors.
+    # Attention matrices are kept in both forms, and experts are padded to whole vectors.
     assert num * 4 <= said["weights"] <= 1.6 * num * 4

@@ -1,4 +1,4 @@
-"""Parts that a patch of a line and at most one new file plants, used in a copy of the tree."""
+"""Extensions made by a one-line patch and at most one new file, used in a copy of the tree."""
 
 from pathlib import Path
 

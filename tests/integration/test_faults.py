@@ -1,6 +1,6 @@
-"""Ranks that die, stand still or are poisoned, through real processes: every answer goes on.
+"""Ranks that die, hang or are poisoned, in real processes: every answer continues.
 
-All of it is for `make soak`; test_poison.py and test_recovery.py have the same on the rig.
+All of it runs in `make soak`. test_poison.py and test_recovery.py test the same in one process.
 """
 
 import os
@@ -70,7 +70,7 @@ def sent(
     num_tokens: int,
     told: list[list[int]] | None = None,
 ) -> Answers:
-    """An answer to each prompt, whose tokens are in ``told`` as they come."""
+    """Start an answer to each prompt; its tokens are appended to its list in ``told``."""
     return [
         pool.submit(ask, server, prompt, num_tokens, so_far)
         for prompt, so_far in zip(asked, told or [[] for _ in asked], strict=True)
@@ -80,7 +80,7 @@ def sent(
 def begun(
     pool: ThreadPoolExecutor, server: Serving, asked: list[list[int]], num_tokens: int
 ) -> Answers:
-    """An answer to each prompt, once all of them have begun."""
+    """Start an answer to each prompt, and return once each has a token."""
     told = [list[int]() for _ in asked]
     answers = sent(pool, server, asked, num_tokens, told)
     wait_until(lambda: all(told))
@@ -109,7 +109,7 @@ def born(server: Serving) -> dict[str, int]:
 
 
 def replaced(server: Serving, before: dict[str, int]) -> set[str]:
-    """The nodes that have got another life, once nothing is held anywhere."""
+    """Return the nodes that have a new epoch, once nothing is held anywhere."""
     wait_until(lambda: is_empty(server))
     return {name for name, epoch in epochs(server).items() if epoch != before[name]}
 
@@ -126,7 +126,7 @@ def is_empty(server: Serving) -> bool:
 
 @contextmanager
 def blocked(faults: Path, pid: int, what: str) -> Iterator[None]:
-    """A rank's engine thread, or its asyncio loop."""
+    """Block a rank's engine thread or its asyncio loop."""
     path = faults / f"{pid}.{what}"
     path.touch()
     try:
@@ -149,7 +149,10 @@ def test_poison_is_refused_when_it_killed_alone_and_the_innocent_finish(
 def check_poison(
     server: Serving, pool: ThreadPoolExecutor, num: int, num_tokens: int = 300
 ) -> None:
-    """A segmentation fault takes a full rank; suspects run alone; nobody else pays."""
+    """Send one poison among ``num`` requests that fill both decode ranks.
+
+    The poison causes a segmentation fault. Suspects then run alone, and only the poison is refused.
+    """
     before = epochs(server)
     asked = [*prompts(num - 1, seed=31), [*POISON, 9]]
     answers = begun(pool, server, asked, num_tokens)
@@ -166,7 +169,7 @@ def check_poison(
 def test_poison_in_prefill_takes_two_nodes_and_no_answer(
     faults: Path, pool: ThreadPoolExecutor
 ) -> None:
-    """Answers that have not begun are sent again by their clients, as those do of themselves."""
+    """Answers without a token are sent again by their clients, as the clients do by default."""
     with faulty(faults, NUM_ROWS, "prefill.replicas=2") as server:
         before = epochs(server)
         asked = [*prompts(8, seed=37), [*PREFILL_POISON, 9]]
@@ -181,7 +184,7 @@ def test_poison_in_prefill_takes_two_nodes_and_no_answer(
 def test_unrelated_kills_refuse_nobody_and_every_begun_answer_goes_on(
     server: Serving, pool: ThreadPoolExecutor
 ) -> None:
-    """Both decode nodes are full when one is killed; half of the answers wait for room."""
+    """Both decode nodes are full when one is killed, so half of the answers wait for a row."""
     wait_until(lambda: is_empty(server))
     asked = prompts(2 * NUM_ROWS, seed=32)
     answers = begun(pool, server, asked, 400)
@@ -222,7 +225,7 @@ def test_a_stopped_decode_node_is_routed_around_and_brings_nothing_stale(
 def test_a_rank_of_which_half_is_blocked_is_replaced(
     server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str
 ) -> None:
-    """The engine thread with the asyncio loop alive, and the reverse."""
+    """The engine thread blocks while the asyncio loop runs, and vice versa."""
     wait_until(lambda: is_empty(server))
     before = epochs(server)
     asked = prompts(12, seed=35)
@@ -239,7 +242,8 @@ def test_a_rank_of_which_half_is_blocked_is_replaced(
 def test_health_follows_the_only_prefill_node(
     server: Serving, faults: Path, pool: ThreadPoolExecutor, what: str
 ) -> None:
-    """Nothing runs there, so only heartbeats can tell; answers wait for its next life."""
+    """The node is idle, so only heartbeats can reveal the fault. Answers wait for its next
+    epoch."""
     wait_until(lambda: is_empty(server))
     [pid] = actors(server.process.pid, "PrefillActor")
     if what == "stop":

@@ -1,4 +1,4 @@
-"""A backend that fails or hangs at each of its calls, at either end, under whole pulls."""
+"""Whole pulls over a backend that fails or hangs in each of its calls, at either end."""
 
 import asyncio
 import threading
@@ -52,12 +52,12 @@ async def faulty_world(
     await prefill.source.stop()
     assert not any(prefill.source.counts().values()), prefill.source.counts()
     prefill.engine.stop()
-    names = "channel-", "kv-"  # one may just be starting, which cannot be joined
+    names = "channel-", "kv-"  # one may just be starting, and cannot be joined
     await until(lambda: not any(t.name.startswith(names) for t in threading.enumerate()))
 
 
 def is_settled(world: World, prefill: Prefill) -> bool:
-    """Nothing but channels is held on either side."""
+    """Whether neither end holds anything except channels."""
     counts = world.sink.counts(), prefill.source.counts()
     return all(one | {"channels": 0} == dict.fromkeys(one, 0) for one in counts)
 
@@ -69,7 +69,8 @@ async def settle(world: World, prefill: Prefill) -> None:
 
 
 async def fail_by(fault: Fault, world: World, prefill: Prefill) -> None:
-    """Pulls that fail, the last one by the fault: on a busy machine one may be too late for it."""
+    """Run pulls that fail, the last one by the fault. On a busy machine a pull may miss the
+    fault."""
     while not fault.num_met:
         await world.prefill(failing := offer(20))
         with pytest.raises(HandoverError):
@@ -116,15 +117,15 @@ async def test_set_up_that_hangs_is_abandoned_and_leaves_nothing_registered(
 async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
     end: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Others go on in what staging is left."""
+    """Other pulls continue in the remaining staging."""
     async with faulty_world() as (world, prefill, makers):
         fault = makers[end].faulty.fault = Fault("destroy", hangs=True)
-        # Of a chunk for each group: whatever became of more could leave too little staging.
+        # A chunk for each group. Losing more staging than that could leave too little for the rest.
         await world.prefill(failing := offer(2))
         with pytest.raises(HandoverError):
             await world.pull(failing)
         makers[end].faulty.fault = Fault()
-        # The chunk behind the one that failed may have begun a channel, with the same fault.
+        # The chunk after the failed one may have opened a channel with the same fault.
         world.sink._links["p0"].drop("it is faulty")
         await world.prefill(asked := offer(20))
         _, pages = await world.pull(asked)
@@ -140,7 +141,7 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
 
 @pytest.mark.parametrize("end", ["p", "d"])
 async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -> None:
-    """A half of it, for however long, does not end it."""
+    """Quarantine of half of the staging never ends a rank."""
     deadlines = replace(DEADLINES, idle_s=0.4, quarantine_s=0.2)
     async with faulty_world(deadlines) as (world, prefill, makers):
         side = (world.sink if end == "d" else prefill.source)._endpoint
@@ -161,7 +162,7 @@ async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -
 
 
 async def sweeps(side: TransferEndpoint) -> None:
-    """Three looks at staging."""
+    """Sweep staging three times."""
     looks, look = asyncio.Semaphore(0), side.check_staging
 
     def counted() -> None:
@@ -197,7 +198,7 @@ async def test_staging_in_quarantine_is_told_in_the_status_of_its_rank(
         assert await told() == 0
         fault = decode.kv_receiver._endpoint.channel_factory.faulty.fault  # type: ignore[attr-defined]
         fault.call, fault.hangs = "destroy", True
-        # Each attempt is worth a token: that of prefill.
+        # Each attempt yields one token, from prefill.
         await cluster.complete(greedy("r", prompts(1, 9)[0], 2, ignore_eos=True))
         assert await told() > 0
         fault.over()

@@ -1,4 +1,4 @@
-"""One bit that flips anywhere between prefill's pages and decode's ends the pull."""
+"""One flipped bit anywhere between prefill's pages and decode's pages fails the pull."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ def flip(tensor: torch.Tensor, place: int = 7) -> None:
 
 
 def sent(prefill: Prefill, world: World) -> None:
-    """In P's staging, or on the wire."""
+    """Flip a bit in the prefill rank's staging, or on the way."""
     gather = prefill.caches.gather
 
     def flipping(span: Any, out: torch.Tensor, *more: Any) -> None:
@@ -36,7 +36,7 @@ def sent(prefill: Prefill, world: World) -> None:
 
 
 def received(prefill: Prefill, world: World) -> None:
-    """In D's staging."""
+    """Flip a bit in the decode rank's staging."""
     scatter = world.decode.caches.scatter
 
     def flipping(span: Any, staged: torch.Tensor) -> None:
@@ -48,7 +48,7 @@ def received(prefill: Prefill, world: World) -> None:
 
 
 def written(prefill: Prefill, world: World) -> None:
-    """In a page of D's."""
+    """Flip a bit in a page of the decode rank."""
     scatter = world.decode.caches.scatter
 
     def flipping(span: Any, staged: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def written(prefill: Prefill, world: World) -> None:
 
 
 def read(prefill: Prefill, world: World) -> None:
-    """In a page of P's, once D has all of it."""
+    """Flip a bit in a page of the prefill rank, after the decode rank has received all of it."""
     handle = world.handler
 
     async def flipping(epoch: int, method: str, payload: bytes) -> bytes:
@@ -75,7 +75,8 @@ def read(prefill: Prefill, world: World) -> None:
 
 @pytest.mark.parametrize("where", [sent, received, written, read])
 async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], None]) -> None:
-    """Without one it does not: all tests of hand-overs compare sums."""
+    """The opposite case is covered by all hand-over tests, which compare checksums without a
+    flip."""
     channel_factory = LoopbackChannels(DEADLINE_S)
     prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
     async with world_over(prefill.handle, channel_factory) as world:
@@ -90,8 +91,8 @@ async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], Non
 
 @pytest.mark.parametrize("width", [24, 3])
 def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int) -> None:
-    """So that what flips while it lies there is found by who gets it next; another owner's page
-    has a sum of its own."""
+    """A full page keeps its first checksum, so the next reader finds bits that flipped in between.
+    A page of another owner has a different checksum."""
     pool = PagePool(9, page_size=4)
     tensors = [torch.rand(9 * 4, width) for _ in range(2)]
     sums = PageChecksums(PagedCaches({"main": tensors}, pool, "float32", "tiny"))
@@ -112,8 +113,8 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
 
 
 def test_layers_that_change_places_are_found() -> None:
-    """And so are opposite changes at the same place of two layers: no two layers have the same
-    factors."""
+    """Opposite changes at the same position of two layers are found as well, because all layers
+    have different factors."""
     pool, layers = PagePool(3, page_size=2), [torch.rand(6, 2) for _ in range(2)]
     caches = PagedCaches({"main": layers}, pool, "float32", "tiny")
 

@@ -1,5 +1,8 @@
-"""A disk that fills up and gets room again while a cluster serves: no process ends, no answer is
-wrong. Ray's logs, black boxes, temporary files and the home folder all lie on that disk."""
+"""A disk fills up and is freed again while a cluster serves.
+
+No process ends and no answer is wrong. Ray's logs, crash journals, temporary files and the home
+folder all lie on that disk.
+"""
 
 import json
 import os
@@ -31,17 +34,17 @@ DISK = "size=192m"
 SETS = "kv.num_pages=100", "kv.page_size=16", "decode.max_num_seqs=14"
 NUM_AT_ONCE, NUM_ROUNDS = 14, 3
 LONG_NAME = "\U00020000" * 126
-"""Of a request id: many of them need more of a black box than one page."""
+"""Request id. Many of this length need more than one page of a crash journal."""
 REFUSED = grpc.StatusCode.RESOURCE_EXHAUSTED.name, grpc.StatusCode.UNAVAILABLE.name
 EXACT = "exact"
 NUM_LONG = 40_000
-"""Tokens of a prompt that is larger than what Ray sends in a call by itself."""
+"""Tokens of a prompt that exceeds what Ray sends inline in a call."""
 
 
 @pytest.fixture
 def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A small file system that holds everything temporary, but for pytest's own folder, which is
-    there already. Its path is short: sockets lie in it."""
+    """Mount a small file system for everything temporary, except pytest's folder, which exists
+    already. The path is short because sockets lie in it."""
     with tempfile.TemporaryDirectory(prefix="disk") as name:
         mount = ["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", name]
         mounted = subprocess.run(mount, capture_output=True, text=True)
@@ -57,7 +60,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Meanwhile there is no byte left on the disk."""
+    """Fill the disk to the last byte during the block."""
     other = disk / "others"
     with other.open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
@@ -76,7 +79,7 @@ def prompt(number: int) -> list[int]:
 
 
 def ask(address: str, wanted: list[tuple[int, ...]], number: int) -> str:
-    """Return what came of a request: EXACT, "wrong", or the name of a status."""
+    """Return the outcome of a request: EXACT, "wrong", or the name of a status."""
     try:
         with Client(address, retry_s=0) as client:
             answer = client.complete(
@@ -91,7 +94,7 @@ def ask(address: str, wanted: list[tuple[int, ...]], number: int) -> str:
 
 
 def ask_many(server: Serving, wanted: list[tuple[int, ...]]) -> Counter[str]:
-    """One request, then as many at once as there are rows."""
+    """Send one request alone, then one for each row at the same time."""
     alone = ask(server.address, wanted, 0)
     with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
         many = pool.map(partial(ask, server.address, wanted), range(NUM_AT_ONCE))
@@ -129,7 +132,7 @@ def test_a_disk_that_fills_up_under_load_ends_no_process_and_no_answer_is_wrong(
 
 
 def test_a_rank_that_dies_while_the_disk_is_full_comes_back_when_there_is_room(disk: Path) -> None:
-    """Meanwhile requests are refused by name."""
+    """While the rank is gone, requests are refused with a named status."""
     with (
         ray_head(with_token=False, num_cpus=4) as head,
         serving(*SETS, "server.recovery_timeout_s=1", head=head) as server,
@@ -149,7 +152,7 @@ def test_a_rank_that_dies_while_the_disk_is_full_comes_back_when_there_is_room(d
 def test_a_long_prompt_needs_no_room_in_an_object_store_that_is_full(
     disk: Path, tmp_path: Path
 ) -> None:
-    """Ray would put its tokens there; the object store lies on the disk as well."""
+    """Ray would put its tokens into the object store, which lies on the full disk as well."""
     folder = tmp_path / "long"
     shutil.copytree(TINY_MODEL, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -167,7 +170,7 @@ def test_a_long_prompt_needs_no_room_in_an_object_store_that_is_full(
         before = processes(head, server)
         with full(disk):
             asked = pool.submit(client.complete, long, max_tokens=2, request_id="long")
-            # Its prompt is not computed to the end, which takes minutes.
+            # Do not wait for the whole prompt, whose computation takes minutes.
             wait_until(lambda: asked.done() or is_computed(client))
             assert not asked.done(), asked.exception()
             assert client.abort("long")
@@ -177,6 +180,6 @@ def test_a_long_prompt_needs_no_room_in_an_object_store_that_is_full(
 
 
 def is_computed(client: Client) -> bool:
-    """Whether the prefill rank has got a prompt."""
+    """Whether the prefill rank has received a prompt."""
     [prefill] = [rank for rank in client.status().ranks if rank.kind == PREFILL]
     return prefill.num_active_rows > 0

@@ -1,6 +1,6 @@
-"""Whatever clients send, and however they leave: no status that blames the server, nothing held.
+"""Malformed requests and abrupt disconnects cause no server error and leave nothing held.
 
-A real server process over loopback. ``FUZZ_SEED`` repeats a run's messages, though not its timing.
+A real server process over loopback. ``FUZZ_SEED`` repeats a run's messages, but not its timing.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.waiting import until
 NUM_SHORT, NUM_LONG, LONG_S = 400, 20_000, 60.0
 NUM_CLIENTS = 16
 MOST_PIECES = 6
-"""Read of one answer; a wild max_tokens may ask for thousands."""
+"""Maximum pieces read of one answer; a random max_tokens may request thousands."""
 PATIENCE_S = 60
 SETS = ("decode.max_num_seqs=6", "server.max_queued=12", "kv.num_pages=400", "kv.page_size=16")
 PROMPT = [0, *range(50, 90)]
@@ -46,7 +46,7 @@ UNARY = (f"/{SERVICE}/Abort", f"/{SERVICE}/GetModelInfo", f"/{SERVICE}/GetStatus
 
 @dataclass
 class Fuzzer:
-    """One source of chance, many calls; ``unexpected`` lists those that ended as none should."""
+    """Makes many random calls from one seed. ``unexpected`` lists calls with an illegal outcome."""
 
     random: Random
     codes: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -54,7 +54,7 @@ class Fuzzer:
     num_sent: int = 0
 
     async def run(self, address: str, num_requests: int, at_least_s: float = 0.0) -> None:
-        """Send so many calls, and go on until the time is over."""
+        """Send at least ``num_requests`` calls, and continue until ``at_least_s`` has passed."""
         ends = asyncio.get_running_loop().time() + at_least_s
 
         async def client() -> None:
@@ -93,7 +93,7 @@ class Fuzzer:
             self.unexpected.append(f"{what}: {code.name}: {details[:300]}")
 
     async def ordinary(self, channel: grpc.aio.Channel) -> None:
-        """To its end, which has to be there once for each answer."""
+        """Read an answer to its end, which must occur exactly once for each of its n answers."""
         message = ordinary(self.random)
         num_ends = 0
         async for piece in generate(channel, message.SerializeToString()):
@@ -109,7 +109,8 @@ class Fuzzer:
         await begin(channel, data, MOST_PIECES)
 
     async def dropped(self, channel: grpc.aio.Channel) -> None:
-        """At any point: before its first piece, in the middle, unread."""
+        """Disconnect at a random point: before the first piece, in the middle, or without
+        reading."""
         message = ordinary(self.random)
         message.sampling.max_tokens = self.random.choice((1, 20, 200))
         call = generate(channel, message.SerializeToString())
@@ -126,7 +127,8 @@ class Fuzzer:
         await begin(channel, data, MOST_PIECES, timeout=timeout_s)
 
     async def again(self, channel: grpc.aio.Channel) -> None:
-        """Attempts at few streams by few nonces: later ones end earlier ones. Odd metadata too."""
+        """Attempt few streams with few nonces, so that later attempts end earlier ones. Adds odd
+        metadata."""
         message = ordinary(self.random)
         message.request_id = f"again-{self.random.choice(NAMES)}"
         odd: list[tuple[str, str | bytes]] = [("x" * 40, "y" * 400), ("k-bin", b"\x00\xff")]
@@ -135,7 +137,7 @@ class Fuzzer:
         await begin(channel, message.SerializeToString(), MOST_PIECES, metadata=metadata)
 
     async def other(self, channel: grpc.aio.Channel) -> None:
-        """The other methods, and some that are none."""
+        """Call the other methods, and some that do not exist."""
         name = self.random.choice((*NAMES, "again-a", "", "\x00", "q" * 3000))
         data = pb.AbortRequest(request_id=name).SerializeToString()
         if self.random.random() < 0.5:
@@ -157,7 +159,7 @@ def generate(channel: grpc.aio.Channel, data: bytes, **options: Any) -> Any:
 
 
 async def begin(channel: grpc.aio.Channel, data: bytes, num_pieces: int, **options: Any) -> None:
-    """Read so many pieces and leave."""
+    """Read ``num_pieces`` pieces, then cancel."""
     call = generate(channel, data, **options)
     for _ in range(num_pieces):
         if await call.read() is grpc.aio.EOF:
@@ -173,7 +175,7 @@ def server() -> Iterator[Serving]:
 
 @pytest.fixture
 def fuzzer(request: pytest.FixtureRequest) -> Fuzzer:
-    """The long form tries something new each time."""
+    """The long form uses a new seed each time."""
     is_long = request.node.get_closest_marker("slow") is not None
     seed = int(os.environ.get("FUZZ_SEED") or (secrets.randbits(32) if is_long else 1))
     print(f"FUZZ_SEED={seed}")
@@ -181,7 +183,7 @@ def fuzzer(request: pytest.FixtureRequest) -> Fuzzer:
 
 
 async def check_unharmed(server: Serving, fuzzer: Fuzzer) -> None:
-    """Nothing is held anywhere, and the server serves on, exactly."""
+    """Check that nothing is held anywhere, and that the server still gives exact answers."""
     print(sorted(fuzzer.codes.items()))
     assert not fuzzer.unexpected, fuzzer.unexpected[:20]
     async with AsyncClient(server.address) as client:

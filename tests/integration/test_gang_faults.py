@@ -1,6 +1,6 @@
-"""Any rank of a gang killed or stopped at any point of a step, through real processes.
+"""Any rank of a gang is killed or stopped at any point of a step, in real processes.
 
-All of it is for `make soak`; test_lockstep.py and test_gang_steps.py have the same in one process.
+All of it runs in `make soak`. test_lockstep.py and test_gang_steps.py test the same in one process.
 """
 
 import os
@@ -53,7 +53,7 @@ def pids(faults: Path, gang: str) -> list[int]:
 
 
 def first_token_s(server: Serving, prompt: list[int], since: float) -> float:
-    """From then to the first token of a request that is asked again and again."""
+    """Return the seconds from ``since`` to the first token of a request that is retried."""
     with Client(server.address, retry_s=0) as client:
 
         def is_answered() -> bool:
@@ -81,7 +81,8 @@ def test_the_epoch_ends_and_who_is_left_is_in_the_next_one(
     point: str,
     number: signal.Signals,
 ) -> None:
-    """Begun answers go on exactly, the other rank's process stays, the next one is served."""
+    """Started answers continue exactly, the other rank keeps its process, and new requests are
+    served."""
     asked = prompts(5, 29)
     before, weights, processes = epochs(server), born(server), pids(faults, gang)
     answers = begun(pool, server, asked[:4], NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""Gangs of every size hand over to gangs of every size, and no token depends on it.
+"""Gangs of every size hand over to gangs of every size, and no token depends on the sizes.
 
 The whole matrix: ``pytest -m "slow or not slow" tests/integration/test_gang_matrix.py``.
 """
@@ -36,7 +36,7 @@ NUM_REQUESTS = 18
 
 
 def requests(num: int, seed: int) -> list[Request]:
-    """Greedy ones of 0 to 3 drafts; every third is sampled."""
+    """Return greedy requests with 0 to 3 drafts; every third request is sampled."""
     choose = random.Random(seed)
     made = []
     for i in range(num):
@@ -50,15 +50,18 @@ def requests(num: int, seed: int) -> list[Request]:
 
 
 def check(small_model: Path, request: Request, token_ids: list[int]) -> list[str]:
-    """Near ties; asserts on what differs from the reference otherwise."""
+    """Return near ties; assert that all other tokens equal the reference."""
     if request.sampling.temperature > 0:
         return score_ties(request, token_ids, frozenset(), small_model)
     return near_ties(small_model, list(request.prompt_ids), token_ids)
 
 
 async def serve_and_check(cluster: Rig, small_model: Path) -> None:
-    """One request alone, so that in the first steps one rank is busy and all others are idle; then
-    one after the other joins those that run, so that ranks are busy, idle and changing."""
+    """Serve requests and check their answers.
+
+    One request runs alone first, so that one rank is busy and the others are idle. Then requests
+    join one after another, so that ranks change between busy and idle.
+    """
     engine = cluster.decodes[0].engine
     [first, *others] = requests(NUM_REQUESTS, seed=len(cluster.decodes))
     answers = [(first, await cluster.complete(first))]
@@ -122,7 +125,8 @@ async def test_other_ways(more: tuple[str, ...], small_model: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), SIZES)
 def test_all_sizes_through_real_processes(prefill: int, decode: int) -> None:
-    """A process a rank, of the shipped checkpoint; one request alone, then ten at once."""
+    """Start one process per rank with the shipped checkpoint. Send one request alone, then ten at
+    once."""
     sizes = f"prefill.dp_size={prefill}", f"decode.dp_size={decode}"
     first, *others = held_out(11, 20, 120, seed=10 * prefill + decode)
     more = "kv.num_pages=300", "kv.page_size=16", "speculation.profile_at_startup=true"

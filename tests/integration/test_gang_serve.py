@@ -1,4 +1,5 @@
-"""Gangs through real processes: served, shown, placed anew, and refused where there is no room."""
+"""Gangs in real processes: they serve, show up in the status, rebalance experts, and are refused
+where resources are missing."""
 
 import json
 import os
@@ -21,7 +22,7 @@ SETS = (
     "kv.num_pages=300", "kv.page_size=16", "speculation.profile_at_startup=false",
 )  # fmt: skip
 NUM_ALIKE = 50
-"""So often in a row a rank that measures says another number of steps at least once."""
+"""Consecutive status reports with equal step counts after which no rank measures steps any more."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def serve_exactly(server: Serving, num: int, seed: int) -> list[list[int]]:
 
 
 def settled(server: Serving) -> dict[str, RankStatus]:
-    """What ranks tell, one after the other, once all do and none measures steps any more."""
+    """Return the status of all ranks, once all report and none measures steps any more."""
     seen: list[dict[str, RankStatus]] = []
 
     def stand_still() -> bool:
@@ -96,7 +97,7 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
     expected = done["after"] if done["is_moved"] else done["before"]
 
     def is_told() -> bool:
-        """The same rows, as they were counted: a heartbeat or two later."""
+        """Whether the status shows the same counts of rows; heartbeats delay it a little."""
         ratios = {one.balance_ratio for one in told(server).values() if one.kind == "decode"}
         return len(ratios) == 1 and ratios.pop() == pytest.approx(expected, abs=0.1)
 
@@ -107,7 +108,8 @@ def test_ranks_serve_are_shown_and_get_another_placement(head: RayHead, server: 
 def test_a_new_controller_adopts_a_gang_and_where_its_experts_lie(
     head: RayHead, server: Serving
 ) -> None:
-    """Then it replaces a rank that dies, which loads the experts that the dead one held."""
+    """The new controller then replaces a rank that dies, and that rank loads the experts of the
+    dead one."""
     before, processes = told(server), actors(head.pid, "DecodeActor")
     [controller] = actors(head.pid, "Controller")
     os.kill(controller, signal.SIGKILL)

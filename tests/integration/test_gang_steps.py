@@ -1,4 +1,4 @@
-"""What befalls one rank of a gang in a step is no business of the others, or ends the epoch."""
+"""An error on one rank of a gang in a step leaves the other ranks alone, or ends the epoch."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def requests(num: int, num_tokens: int = NUM_TOKENS) -> list[Request]:
 async def running(
     cluster: Rig, asked: list[Request]
 ) -> AsyncIterator[list["asyncio.Task[list[int]]"]]:
-    """Both ranks decode some of them."""
+    """Run the requests; both ranks decode some of them."""
 
     async def ids(request: Request) -> list[int]:
         return (await cluster.complete(request))[0]
@@ -63,7 +63,7 @@ def names(rank: DecodeRank) -> set[str]:
 
 
 def fail_once(owner: object, method: str, error: Exception) -> Callable[[], bool]:
-    """The next call of that method raises; whether it has."""
+    """Make the next call of that method raise; return a function that says whether it has."""
     inner, failed = getattr(owner, method), [False]
 
     def failing(*args: Any, **more: Any) -> Any:
@@ -90,8 +90,10 @@ def is_exact(small_model: Path, request: Request, ids: list[int]) -> bool:
 async def test_all_ranks_measure_steps_together_before_there_is_work(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With tokens that do travel to the other rank's experts, as real rows' do, but do not count
-    for the balance; then they park."""
+    """Ranks measure with tokens that travel to the other rank's experts, like those of real rows.
+
+    The tokens do not count for expert balancing. After the measurement the ranks park.
+    """
     more, here, num_here = (
         ("speculation.profile_at_startup=true", "decode.max_num_seqs=4"),
         ExpertParallelDispatch.local_slots,
@@ -119,7 +121,8 @@ async def test_all_ranks_measure_steps_together_before_there_is_work(
 
 
 class Captured:
-    """What a graph is to a gang: no call is made unless all ranks make it. The second makes it."""
+    """Stands in for a captured graph, which a gang replays only if all ranks do. Ready after two
+    calls."""
 
     def __init__(self, function: Function) -> None:
         self._function, self._num_calls = function, 0
@@ -150,7 +153,8 @@ def keys_of(programs: Programs) -> set[tuple[int, StepKey]]:
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NCCL's collectives in graphs ask for that; whatever rows of one rank alone ask for."""
+    """NCCL's collectives in graphs require it. This holds even if a single rank's rows need an
+    eager step."""
     run, ran = Programs.run, dict[Programs, list[StepPlan]]()
     programs, close, left = list[Programs](), Collectives.close, dict[int, int]()
 
@@ -196,7 +200,7 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
 async def test_an_exception_beside_the_program_fails_that_ranks_batch_alone(
     where: str, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It runs the agreed step as a dummy, or has run it; its rows go on alone for a while."""
+    """The rank takes part in the agreed step, and its rows then run alone for a while."""
     async with rig(small_model, *SETS) as cluster:
         asked = requests(4)
         rank = cluster.decodes[1]
@@ -249,7 +253,7 @@ async def test_prefill_before_the_program_and_inside_it(small_model: Path) -> No
 
 
 async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(small_model: Path) -> None:
-    """Into one rank, while both decode."""
+    """The transfer goes into one rank while both ranks decode."""
     async with rig(small_model, *SETS) as cluster:
         asked = requests(6)
         async with running(cluster, asked[:4]) as tasks:
@@ -266,7 +270,7 @@ async def test_a_transfer_that_fails_frees_its_row_and_nothing_else(small_model:
 
 
 async def test_preempted_aborted_and_unequally_full_ranks_stay_in_step(small_model: Path) -> None:
-    """One rank holds long texts and runs out of pages, the other one has short ones."""
+    """One rank holds long texts and runs out of pages; the other holds short ones."""
     sets = (*SETS, "kv.num_pages=28", "decode.max_num_seqs=6")
     async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)
@@ -299,7 +303,8 @@ async def test_a_gateway_that_leaves_in_the_middle_of_a_step_leaves_nothing(
 
 
 async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(small_model: Path) -> None:
-    """It fails beside the program each time: nobody of the other rank is ever suspected."""
+    """The row fails outside the program each time, so no row of the other rank is ever
+    suspected."""
     async with rig(small_model, *SETS) as cluster:
         asked = requests(4)
         async with running(cluster, asked) as tasks:
@@ -323,7 +328,7 @@ async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(small_model: Path
 
 
 async def test_a_fed_drafter_that_fails_costs_its_rank_one_steps_drafts(small_model: Path) -> None:
-    """Neither a row nor the epoch: the plan's shape stays, so the other rank does not notice."""
+    """No row and no epoch is lost. The plan's shape stays, so the other rank is not affected."""
     failing = "speculation.drafter=tests.drafters:Failing"
     async with rig(small_model, *SETS, failing) as cluster:
         drafters = [rank.engine._loaded.drafter for rank in cluster.decodes]

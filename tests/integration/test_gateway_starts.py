@@ -30,7 +30,7 @@ def unreachable(name: str, epoch: int) -> None:
 async def test_one_pair_that_cannot_work_does_not_keep_a_gateway_from_starting(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two decode ranks cannot reach the prefill rank, as during a partial partition."""
+    """One of two decode ranks cannot reach the prefill rank, as in a partial network partition."""
     monkeypatch.setattr(fleets, "WARM_UP_TIMEOUT_S", 10 * PATIENCE_S)
     async with rig(small_model, *TWO_DECODES) as cluster:
         cut = cluster.decodes[1]
@@ -59,7 +59,7 @@ async def test_one_pair_that_cannot_work_does_not_keep_a_gateway_from_starting(
 async def test_a_pair_that_only_waits_holds_a_gateway_up_no_longer_than_its_bound(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a full cluster the warm-up of a pair queues behind requests of users."""
+    """On a full cluster the warm-up of a pair queues after users' requests."""
     monkeypatch.setattr(fleets, "WARM_UP_TIMEOUT_S", 0.1)
     async with rig(small_model, *TWO_DECODES) as cluster:
         slow = cluster.decodes[1].spec.epoch_name

@@ -1,4 +1,4 @@
-"""Calls whose message does not come whole are ended, and hold little memory until then."""
+"""Calls with an incomplete message are ended, and hold little memory until then."""
 
 import asyncio
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.integration.test_hostile_clients import stub_of
 from tests.waiting import PATIENCE_S, until
 
 HALF = b"\0" + (1_000_000).to_bytes(4, "big") + b"\x0a" + b"x" * 600_000
-"""More than half of a message that the server would take."""
+"""More than half of a message that the server would accept."""
 METHODS = ("Generate", "Abort", "GetModelInfo", "GetStatus")
 WHOLE_NAME = f"/{SERVICE}/"
 
@@ -49,7 +49,8 @@ async def test_half_messages_are_ended_with_a_status(monkeypatch: pytest.MonkeyP
 async def test_many_half_messages_hold_little_memory_and_up_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both behind one connection: an honest call waits for a turn at most."""
+    """All incomplete messages come over one connection. A well-behaved call waits for its turn at
+    most."""
     monkeypatch.setattr(uploads, "UPLOAD_TIMEOUT_S", 1.0)
     monkeypatch.setattr(uploads, "CONTENDED_UPLOAD_TIMEOUT_S", 0.05)
     async with echo_server(EchoGateway()) as server, connection(server.address) as attacker:

@@ -34,7 +34,7 @@ def named(asked: Offer) -> dict[str, Any]:
 
 
 async def waits(world: World) -> bool:
-    """Whether a pull has all that is computed, and waits for more."""
+    """Whether a pull has received all that is computed, and waits for more."""
     return bool((await world.tell("report"))["waiting"])
 
 
@@ -52,7 +52,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     async with side as world:
         yield world
         await world.check_clean()
-    names = "channel-", "kv-"  # one may just be starting, which cannot be joined
+    names = "channel-", "kv-"  # one may just be starting, and cannot be joined
     await until(lambda: not any(t.name.startswith(names) for t in threading.enumerate()))
 
 
@@ -130,7 +130,7 @@ async def test_an_unpulled_offer_expires_and_is_refused_after(world: World) -> N
 
 @pytest.mark.parametrize("number", [0, -1])
 async def test_a_page_that_changed_hands_is_never_served(world: World, number: int) -> None:
-    """The last one is no chunk's first."""
+    """The last page is never the first page of a chunk."""
     asked = offer(20)
     await world.prefill(asked)
     await world.tell("steal_page", **named(asked), number=number)
@@ -148,8 +148,8 @@ async def test_a_page_that_changed_hands_is_never_served(world: World, number: i
 async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
     world: World, number: int
 ) -> None:
-    """Every gather was right at the time, so nothing but the seal can tell. The first chunk has the
-    first page, only later ones have the last."""
+    """Every gather was correct when it ran, so only the seal can show the change. The first chunk
+    has the first page; only later chunks have the last page."""
     asked = offer(20)
     await world.prefill(asked, step=10, seal=False)
     pulling = asyncio.create_task(world.pull(asked))
@@ -164,7 +164,7 @@ async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
 
 
 async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
-    """By its release: the lease would end by itself a little later."""
+    """The pull releases its lease, which would otherwise expire a little later."""
     asked = offer(20)
     await world.prefill(asked)
     _, pages = await world.pull(asked)

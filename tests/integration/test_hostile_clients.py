@@ -1,4 +1,4 @@
-"""Clients that flood, never read, abort at the wrong moment or send bytes that mean nothing."""
+"""Clients that flood, never read, abort at the wrong moment or send meaningless bytes."""
 
 import asyncio
 import logging
@@ -22,11 +22,11 @@ from tests.integration.echo_gateway import ByteTokenizer, EchoGateway, echo_serv
 from tests.waiting import PATIENCE_S, until
 
 NARROW = (("grpc.http2.bdp_probe", 0),)
-"""A client whose windows stay small: a server soon waits for it to read."""
+"""Options of a client whose flow-control windows stay small, so that a server soon waits for it."""
 
 
 class HeldTokenizer(ByteTokenizer):
-    """Texts wait here, in their threads, until ``go_on``."""
+    """Keeps texts in their tokenising threads until ``go_on``."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()
@@ -39,7 +39,7 @@ class HeldTokenizer(ByteTokenizer):
 
 
 class Flood(EchoGateway):
-    """Answers without end; ``num_updates`` stands still while the client does not read."""
+    """Sends endless answers. ``num_updates`` does not grow while the client does not read."""
 
     num_updates = 0
 
@@ -55,7 +55,8 @@ class Flood(EchoGateway):
             self.num_closed += 1
 
     async def blocked(self) -> None:
-        """Nothing more was told for a while, in which a client that reads is told much."""
+        """Wait until no update is produced for 0.2 s, in which a reading client gets many
+        updates."""
         before = -1
         while before != self.num_updates or not before:
             before = self.num_updates
@@ -114,7 +115,7 @@ async def refusal_of(call: AsyncIterator[pb.GenerateResponse]) -> grpc.aio.AioRp
 async def test_a_megabyte_of_stop_strings_is_refused(
     stub: rpc.InferenceStub, gateway: EchoGateway, stops: list[str]
 ) -> None:
-    """Before, each cost the gateway's only loop a search of them all at every token."""
+    """Otherwise each would make the gateway's event loop search all of them at every token."""
     message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=pb.Sampling(stop=stops))
     error = await refusal_of(stub.Generate(message))
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -125,7 +126,8 @@ async def test_a_megabyte_of_stop_strings_is_refused(
 async def test_a_flood_is_refused_before_it_is_tokenised(
     gateway: EchoGateway, server: Server, stub: rpc.InferenceStub, held: HeldTokenizer
 ) -> None:
-    """Those beyond the bound, at once and with a hint; health and status are answered meanwhile."""
+    """Requests beyond the bound are refused at once with a retry hint. Health and status still
+    work."""
     gateway.max_streams = 3
     text = "x" * 100
     first = [asyncio.create_task(pieces_of(stub.Generate(asked(text)))) for _ in range(3)]
@@ -176,7 +178,7 @@ async def test_a_drain_ends_a_stream_that_nobody_reads() -> None:
 async def test_an_abort_that_overtakes_tokenising_ends_the_request(
     gateway: EchoGateway, stub: rpc.InferenceStub, held: HeldTokenizer
 ) -> None:
-    """And the name is taken from then on."""
+    """The request id is then in use."""
     victim = asyncio.create_task(pieces_of(stub.Generate(asked("abc", request_id="victim"))))
     await until(lambda: held.num_begun == 1)
     error = await refusal_of(stub.Generate(asked("abc", request_id="victim")))
@@ -216,7 +218,7 @@ async def test_bytes_that_are_no_message_are_refused_with_a_line_each(
 
 
 async def send(channel: grpc.aio.Channel, method: str, data: bytes) -> list[bytes]:
-    """The answers to a message of raw bytes."""
+    """Send a message of raw bytes and return the answers."""
     if method.endswith("ReflectionInfo"):
         return [answer async for answer in channel.stream_stream(method)(iter([data]))]
     if method.endswith(("Generate", "Watch")):

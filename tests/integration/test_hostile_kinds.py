@@ -1,4 +1,4 @@
-"""Each hostile client of the benchmark does what it is for, and honest clients are served."""
+"""Each hostile client of the benchmark has its intended effect, and honest clients are served."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -27,11 +27,11 @@ EVENTS = {
     "silent-connections": "ended",
     "connects": "opened",
 }
-"""An event that each kind counts when it has done what it is for."""
+"""The event by which each kind shows that it had its intended effect."""
 
 
 class AnyResume(EchoGateway):
-    """Answers resumes as fresh requests, whatever tokens they claim to have."""
+    """Answers resumed requests like fresh ones, whatever tokens they claim to have."""
 
     async def generate(
         self, request: Request, aborted: asyncio.Event

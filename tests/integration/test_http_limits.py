@@ -1,4 +1,4 @@
-"""Connections that ask for nothing, ask slowly or do not read keep nobody from the HTTP port."""
+"""Silent connections, slow requests and clients that do not read never block the HTTP port."""
 
 import asyncio
 import socket

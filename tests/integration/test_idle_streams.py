@@ -1,4 +1,4 @@
-"""Streams that are open for nothing and answers that nobody reads shut nobody else out."""
+"""Idle streams and unread answers never lock out other clients."""
 
 import asyncio
 import resource
@@ -24,13 +24,14 @@ from tests.integration.test_hostile_clients import Flood, asked, is_serving, ref
 from tests.waiting import PATIENCE_S, until
 
 NUM, AT_ONCE = 1600, 400
-"""So many streams, but not more at once than grpc lets wait for its loop: it drops some then."""
+"""Total number of streams, and the number opened at once. Of more at once, grpc would drop some."""
 OF_ITS_OWN = ("grpc.use_local_subchannel_pool", 1)
-"""A connection that no other channel of this process shares."""
+"""Option for a connection that no other channel of this process shares."""
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
-"""A client whose window holds one piece of the flood: the next is not even sent until it reads."""
+"""Options of a client whose window holds one piece of the flood. The server sends the next piece
+only after the client has read."""
 NARROWEST = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 5))
-"""One whose window does not even hold a health message."""
+"""Options of a client whose window does not even hold a health message."""
 WATCH = f"/{health.SERVICE_NAME}/Watch"
 REFLECTIONS = (
     f"/{reflection.SERVICE_NAME}/ServerReflectionInfo",
@@ -45,19 +46,19 @@ async def connected(address: str, *options: tuple[str, int]) -> AsyncIterator[gr
 
 
 def idle_stream(channel: grpc.aio.Channel, method: str, asked: bytes = b"") -> grpc.aio.Call:
-    """A stream of which nothing is read; a reflection asks for nothing either."""
+    """Open a stream that is never read. A reflection stream sends no request either."""
     if method == WATCH:
         return channel.unary_stream(method)(asked)
     return channel.stream_stream(method)()
 
 
 async def codes(streams: list[grpc.aio.Call]) -> set[str]:
-    """Of those that have ended."""
+    """Return the status names of the streams that have ended."""
     return {(await stream.code()).name for stream in streams if stream.done()}
 
 
 async def check_others(address: str) -> None:
-    """Health is told, and an answer is begun."""
+    """Check that health is reported and that an answer starts."""
     began = time.monotonic()
     assert await is_serving(address)
     print(f"health check: {time.monotonic() - began:.3f} s")
@@ -87,7 +88,7 @@ async def test_idle_streams_of_one_connection_are_few(method: str) -> None:
 async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And each gives its place back, whoever ends it."""
+    """Each ended stream frees its slot, no matter which end closed it."""
     monkeypatch.setattr(calls, "MAX_IDLE_STREAMS", 3)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(echo_server(EchoGateway()))
@@ -102,7 +103,7 @@ async def test_idle_streams_of_all_connections_are_bounded_in_number_and_time(
         watches.pop().cancel()
         ended = {"RESOURCE_EXHAUSTED"}
         async with asyncio.timeout(PATIENCE_S):
-            while ended == {"RESOURCE_EXHAUSTED"}:  # the server has not heard of the other's end
+            while ended == {"RESOURCE_EXHAUSTED"}:  # the server has not received the cancellation
                 short = idle_stream(channels[refused], REFLECTIONS[0])
                 await until(short.done)
                 ended = await codes([short])
@@ -136,7 +137,7 @@ async def test_what_a_watcher_leaves_unread_holds_up_no_change_of_health_and_no_
 
 
 async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
-    """More of them than calls were ever bounded to, all ended and none read."""
+    """The number of answers exceeds every former bound on calls. All are ended and none is read."""
     flood = Flood()
     flood.max_streams = 2 * NUM
     async with AsyncExitStack() as stack:
@@ -156,7 +157,7 @@ async def test_answers_that_nobody_reads_shut_nobody_out() -> None:
 
 
 async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is what it leaves unread; its next call waits at its own end until it has read."""
+    """Unread messages are bounded too: the client's next call waits until the client has read."""
     monkeypatch.setattr(grpc_server, "SPARE_CALLS", 4)
     flood, sets = (
         Flood(),
@@ -176,7 +177,7 @@ async def test_streams_of_one_connection_are_bounded(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads() -> None:
-    """Rows and places come back each time, others are served, and little memory stays taken."""
+    """Rows and stream slots are freed each time, other clients are served, and memory stays low."""
     async with AsyncExitStack() as stack:
         sets = ("server.write_timeout_s=0.5", "kv.num_pages=600")
         server = stack.enter_context(serving(*sets))
@@ -188,7 +189,7 @@ async def test_a_whole_cluster_answers_1600_requests_that_nobody_reads() -> None
             channel = await stack.enter_async_context(connected(server.address, *NARROWEST))
             stub = rpc.InferenceStub(channel)
             flood = [stub.Generate(asked("abc")) for _ in range(AT_ONCE // 4)]
-            # A request is refused, or ended when what it was answered has not been read.
+            # A request is refused, or is ended when its answer is not read.
             await until(lambda: is_busy(client))
             assert await nothing_left(client, PATIENCE_S)
             unread += [call for call in flood if not call.done()]
@@ -205,7 +206,7 @@ async def is_busy(client: AsyncClient) -> bool:
 
 
 async def longest_check(address: str, is_over: Callable[[], bool]) -> float:
-    """Seconds."""
+    """Return the duration of the slowest health check, in seconds."""
     longest_s = 0.0
     while not is_over():
         began = time.monotonic()

@@ -1,5 +1,7 @@
-"""A decode rank that leaves its gang does not wait for a prefill rank that has fallen silent: its
-gang would wait for it, and it would lose its weights."""
+"""A decode rank that leaves its gang does not wait for a silent prefill rank.
+
+Its gang would otherwise wait for it, and it would lose its weights.
+"""
 
 import asyncio
 from dataclasses import replace

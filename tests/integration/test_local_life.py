@@ -1,4 +1,4 @@
-"""A cluster of one's own ends with its serve, however that ends, and is reached from here only."""
+"""A local cluster ends with its ``serve``, even if that is killed, and listens on loopback only."""
 
 import os
 import signal

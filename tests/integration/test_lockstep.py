@@ -1,4 +1,4 @@
-"""Planner, members and collectives over real sockets and gloo: nobody waits for ever."""
+"""Planner, members and collectives over real sockets and gloo: no rank waits indefinitely."""
 
 import socket
 import threading
@@ -32,7 +32,7 @@ def total(proposals: Sequence[int]) -> int | None:
 
 
 class Ranks:
-    """Members of one life, each with a thread of its own that calls."""
+    """Members of one epoch, each with a separate thread for its calls."""
 
     def __init__(self, num_ranks: int, decide: Callable[[Sequence[int]], int | None]) -> None:
         self.hub = PlannerServer(num_ranks, LOOPBACK)
@@ -50,7 +50,7 @@ class Ranks:
         return self._threads[rank].submit(GangLockstep, *given)
 
     def begin(self, *ranks: int) -> None:
-        """Their engines have been built, those of all ranks if none is named."""
+        """Mark the engines of these ranks as built; of all ranks if none is named."""
         for rank in ranks or range(len(self.members)):
             self.members[rank].planner(self._decide, (int, int), self.asked[rank].set)
 
@@ -107,7 +107,7 @@ def test_who_has_work_wakes_the_others_and_all_get_one_plan() -> None:
 
 
 class Device:
-    """A group of one, whose collective ends when it is aborted and not before."""
+    """A group of one rank, whose collective ends only when it is aborted."""
 
     def __init__(self) -> None:
         self.freed = threading.Event()
@@ -120,7 +120,7 @@ class Device:
 
 
 def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> None:
-    """Its connection says nothing: it is open."""
+    """The hung rank's connection stays open, so it gives no sign of the failure."""
     device = Device()
 
     def read(member: GangLockstep) -> None:
@@ -141,7 +141,7 @@ def test_a_device_that_waits_for_a_rank_that_stands_still_is_freed_in_time() -> 
 def test_a_gang_that_idles_after_a_step_that_was_read_in_time_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For however long: a bound of reading ends with it."""
+    """The idle time is unlimited: the deadline for reading a step ends when the step is read."""
     monkeypatch.setattr(member_module, "TICK_S", 0.01)
     looks: list[float] = []
 
@@ -163,7 +163,7 @@ def test_a_gang_that_idles_after_a_step_that_was_read_in_time_goes_on(
 
 
 def test_a_rank_that_enters_early_is_remembered() -> None:
-    """It proposes before rank 0's engine has been built, and the next step at once."""
+    """Rank 1 proposes before rank 0's engine has been built, and proposes its next step at once."""
     with ranks_of(2) as ranks:
         ranks.begin(1)
         early = ranks.plan(1, 4)
@@ -177,7 +177,7 @@ def test_a_rank_that_enters_early_is_remembered() -> None:
 
 
 def test_a_life_that_ends_before_rank_0_is_built_leaves_no_planner() -> None:
-    """All have joined, and nobody has begun."""
+    """All ranks have joined and none has started."""
     with ranks_of(2) as ranks:
         connections = ranks.hub._connections
         wait_until(lambda: len(connections) == 2)
@@ -206,7 +206,7 @@ def test_a_slow_planner_is_waited_for_and_one_that_never_answers_is_not() -> Non
 
 @pytest.mark.parametrize("leaver", [0, 2])
 def test_who_leaves_ends_the_epoch_for_all_parked_or_waiting_or_computing(leaver: int) -> None:
-    """The planner's rank, or another one."""
+    """The leaver is the planner's rank or another one."""
     with ranks_of(3) as ranks:
         ranks.begin()
         plans = [ranks.plan(rank, 1) for rank in range(3)]
@@ -266,7 +266,8 @@ def test_a_collective_that_nobody_else_enters_ends_with_its_own_deadline() -> No
 def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 has died between opening it and the others' joining: their processes are well."""
+    """Rank 0 died after opening the rendezvous and before the others joined. The other processes
+    are healthy."""
     with socket.create_server((LOOPBACK, 0)) as gone:
         port = gone.getsockname()[1]
     monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.CONNECT_S", 0.5)
@@ -295,7 +296,7 @@ def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
 def test_strangers_do_not_get_in(
     says: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever comes first and is no rank is sent away, and the ranks come together."""
+    """A peer that connects first and is no rank is rejected, and the ranks still meet."""
     strangers: list[socket.socket] = []
 
     class Visited(PlannerServer):
@@ -309,13 +310,13 @@ def test_strangers_do_not_get_in(
         ranks.begin()
         plans = [ranks.plan(rank, 1) for rank in range(2)]
         assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
-        with suppress(ConnectionResetError):  # what it said was not read to its end
+        with suppress(ConnectionResetError):  # the peer's message was not read to its end
             assert strangers[0].recv(1) == b""
     strangers[0].close()
 
 
 def test_strangers_who_say_nothing_hold_up_no_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them than the planner listens to, and all before the first rank."""
+    """More peers than the planner listens to at once connect before the first rank."""
     strangers: list[socket.socket] = []
 
     class Besieged(PlannerServer):
@@ -337,7 +338,7 @@ def test_strangers_who_say_nothing_hold_up_no_start(monkeypatch: pytest.MonkeyPa
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while no rank comes, and nobody else."""
+    """A silent peer is dropped even if no rank and no other peer connects."""
     for module in (framing, hub_module):
         monkeypatch.setattr(module, "GREETING_S", 0.1)
     hub = PlannerServer(2, LOOPBACK)

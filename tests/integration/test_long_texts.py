@@ -1,4 +1,4 @@
-"""A long text holds up no other request, whatever its tokens take."""
+"""A long text delays no other request, however long its tokenising takes."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ NUM_CHARS = 1_000_000
 
 
 async def longest_pause_s(work: asyncio.Future[object]) -> float:
-    """Return the longest time in which the loop did not turn while ``work`` went on."""
+    """Return the longest time in which the event loop was blocked while ``work`` ran."""
     longest = 0.0
     while not work.done():
         before = time.thread_time(), time.monotonic()
@@ -72,7 +72,7 @@ TEXT = "x" * 100_000
 
 
 class Tokens:
-    """What a tokenizer has made of a text when it refuses it."""
+    """Tokens of a text that is then refused."""
 
 
 class RefusingTokenizer(HeldTokenizer):
@@ -88,7 +88,7 @@ def is_of_a_text(one: object) -> bool:
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["refused", "client gone"])
 async def test_no_call_that_has_ended_keeps_its_text(leaves: bool) -> None:
-    """Without the garbage collector, which may take minutes to look."""
+    """Memory must be freed without the garbage collector, which may run minutes later."""
     gateway = EchoGateway()
     gateway.tokenizer = held = RefusingTokenizer()
     async with echo_server(gateway) as server, stub_of(server.address) as stub:
@@ -149,7 +149,7 @@ async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.Mon
 
 
 async def test_long_texts_that_wait_keep_no_short_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three texts of megabytes are as many characters as may wait."""
+    """Three texts of megabytes may use up the bound on waiting characters."""
     monkeypatch.setattr(tokenising, "LONG_CHARS", 50)
     monkeypatch.setattr(tokenising, "MAX_CHARS", 100)
     threads, held = TokeniserThreads(), HeldTokenizer()

@@ -1,4 +1,4 @@
-"""A connection to a decode node breaks, that of frames or of calls; the node itself is well."""
+"""The frame or call connection of a gateway to a decode node breaks; the node itself is healthy."""
 
 import asyncio
 from pathlib import Path
@@ -58,8 +58,10 @@ async def test_a_node_whose_engine_stopped_gets_no_requests(small_model: Path) -
 
 
 async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_model: Path) -> None:
-    """Its heartbeats stop for longer than a lease: the node drops its rows, and the first beat
-    after that tells it, so that the answers go on from what has come."""
+    """The gateway's heartbeats stop for longer than a lease, so the node drops its rows.
+
+    The next heartbeat reports that. The answers then migrate with the tokens received so far.
+    """
     async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_num_seqs=4") as cluster:
         [decode] = cluster.decodes
         session, held = cluster.gateway.fleet.session, Gate(decode)
@@ -80,8 +82,10 @@ async def test_rows_of_a_gateway_that_was_away_too_long_go_on_elsewhere(small_mo
 
 
 class Broken:
-    """A connection for calls: the answers of so many grants are lost on it, and so many aborts,
-    whole. Frames have another."""
+    """A connection for calls that loses some messages; frames have a separate connection.
+
+    The replies to ``num_grants`` grants are lost, and ``num_aborts`` whole aborts.
+    """
 
     def __init__(self, control: Control, num_grants: int, num_aborts: int) -> None:
         self.num_lost = {"grant": num_grants, "abort": num_aborts}
@@ -105,7 +109,7 @@ def break_calls(cluster: Rig, num_grants: int, num_aborts: int) -> Broken:
 async def test_a_pull_of_a_gateway_that_is_gone_ends_before_its_pages_come_free(
     small_model: Path,
 ) -> None:
-    """It waits for a prompt whose prefill is held."""
+    """The pull waits for a prompt whose prefill is held."""
     async with rig(small_model, *SETS) as cluster:
         [prefill], [decode] = cluster.prefills, cluster.decodes
         gate, session = Gate(prefill), cluster.gateway.fleet.session
@@ -121,7 +125,8 @@ async def test_a_pull_of_a_gateway_that_is_gone_ends_before_its_pages_come_free(
 
 
 async def test_rows_whose_grant_and_abort_were_lost_come_free(small_model: Path) -> None:
-    """All that there are; those who ask again wait for them. Heartbeats renew them all the time."""
+    """All rows are lost this way. Retried requests wait for them, while heartbeats keep
+    renewing."""
     async with rig(small_model, *SETS, "kv_transfer.lease_s=1", "decode.max_num_seqs=2") as cluster:
         broken = break_calls(cluster, num_grants=2, num_aborts=2)
         asked = [greedy(f"r{i}", ids, 8, ignore_eos=True) for i, ids in enumerate(prompts(2, 9))]
@@ -134,7 +139,7 @@ async def test_rows_whose_grant_and_abort_were_lost_come_free(small_model: Path)
 
 
 async def test_an_orphan_that_decodes_is_ended(small_model: Path) -> None:
-    """Its steps are held: it does not end by itself."""
+    """Its steps are held, so it cannot end by itself."""
     async with rig(small_model, *SETS, "kv_transfer.lease_s=1") as cluster:
         [decode] = cluster.decodes
         broken, gate = break_calls(cluster, num_grants=0, num_aborts=1), Gate(decode)
@@ -149,8 +154,7 @@ async def test_an_orphan_that_decodes_is_ended(small_model: Path) -> None:
 
 
 class Doubled:
-    """Calls to a rank that all come twice; the first one's answer counts, the second one's may be
-    a refusal."""
+    """Sends each call to a rank twice. The first reply counts; the second may be a refusal."""
 
     def __init__(self, inner: Control) -> None:
         self._inner = inner
@@ -167,7 +171,7 @@ class Doubled:
 async def test_calls_that_come_twice_take_nothing_from_the_first(
     small_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No answer has to go on elsewhere."""
+    """No answer may have to migrate."""
     asked = [greedy(f"r{i}", ids, 12, ignore_eos=True) for i, ids in enumerate(prompts(6, 9))]
     async with rig(small_model, *SETS) as cluster:
         right = [(await cluster.complete(request))[0] for request in asked]

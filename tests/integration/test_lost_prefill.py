@@ -1,4 +1,4 @@
-"""A prefill node is lost: answers go on over another, which is all that is routed to."""
+"""A prefill node is lost: its answers continue through another one, and all requests go there."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def prompts(num: int, seed: int) -> list[list[int]]:
 
 
 class Cut:
-    """A control whose node cannot be reached while ``is_down``."""
+    """A control connection whose node cannot be reached while ``is_down``."""
 
     def __init__(self, control: Control) -> None:
         self.is_down = False
@@ -94,7 +94,7 @@ def num_retries(server: Serving) -> int:
 
 
 async def all_idle(client: AsyncClient) -> tuple[RankStatus, ...]:
-    """The three nodes, as soon as all are alive and hold nothing."""
+    """Return the status of the three nodes once all are alive and idle."""
     nodes: tuple[RankStatus, ...] = ()
 
     async def are_idle() -> bool:
@@ -113,7 +113,7 @@ def is_idle(node: RankStatus) -> bool:
 
 @pytest.mark.slow
 async def test_a_killed_prefill_process_costs_no_answer() -> None:
-    """Real processes: of two prefill nodes one is killed while both work."""
+    """Real processes: one of two prefill nodes is killed while both work."""
     with serving(*TWO_PREFILLS) as server:
         async with AsyncClient(server.address, retry_s=0) as client:
             gate, asked = asyncio.Semaphore(8), prompts(40, seed=9)

@@ -1,5 +1,8 @@
-"""deploy/components/monitoring before a real Prometheus: what the board and the alerts ask for is
-there after a minute of load, and what it counts are the clients' own counts."""
+"""deploy/components/monitoring with a real Prometheus.
+
+After a minute of load, all metrics that the dashboard and the alerts query exist. Their counts
+equal those of the clients.
+"""
 
 import json
 import os
@@ -51,7 +54,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, target: str) -> Iterator[Prometheus]:
-    """One that reads ``target`` every second and has the alerts of deploy/."""
+    """Run a Prometheus that scrapes ``target`` every second and loads the alerts of deploy/."""
     rules = yaml.safe_load((HERE / "rules.yaml").read_text())["spec"]
     (folder / "rules.yml").write_text(yaml.safe_dump(rules))
     job = {"job_name": "tandem", "static_configs": [{"targets": [target]}]}
@@ -84,7 +87,7 @@ def _answers(one: Prometheus) -> bool:
 
 
 def asked() -> dict[str, list[str]]:
-    """By panel or alert, what it asks Prometheus for."""
+    """Return the Prometheus queries by panel or alert."""
     board = json.loads((HERE / "tandem.json").read_text())
     found = {
         panel["title"]: [one["expr"] for one in panel["targets"]]
@@ -102,7 +105,7 @@ def told(client: Client, ids: list[int]) -> Finished:
 
 
 def load(address: str) -> list[Finished]:
-    """Some of it twice, so that prefixes are found."""
+    """Send load, some of it twice to get prefix hits."""
     with Client(address) as client, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         texts = [ids for seed in range(NUM_ROUNDS) for ids in prompts(NUM_CLIENTS, seed // 2)]
         return [*pool.map(lambda ids: told(client, ids), texts)]
@@ -140,7 +143,8 @@ def _each(counts: dict[str, int]) -> dict[str, list[float]]:
 
 
 def missing(it: Prometheus) -> list[str]:
-    """What asks for something that nobody tells; what Ray tells itself is not told here."""
+    """Return metrics without samples, and panels whose queries are empty. Ray's metrics are
+    skipped."""
     names = {
         name
         for queries in asked().values()
@@ -160,7 +164,7 @@ def missing(it: Prometheus) -> list[str]:
 
 
 def moved(address: str, head: RayHead) -> Finished:
-    """An answer that outlives its rank."""
+    """Return the end of an answer that outlives its rank."""
     with Client(address) as client:
         pieces = client.generate("def f(", max_tokens=600, ignore_eos=True)
         next(pieces)

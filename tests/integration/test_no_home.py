@@ -1,4 +1,4 @@
-"""``tandem`` as a user id that has neither a home nor an entry in passwd, as on OpenShift."""
+"""``tandem`` as a user id that has neither a home folder nor a passwd entry, as on OpenShift."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ pytestmark = [
 ]
 STRANGER = 4242424
 READS = "+dac_read_search"
-"""The capability to read what root has here: Python itself may lie in a folder of root's."""
+"""Capability to read root's files, because Python itself may lie in a folder of root's."""
 GENERATE = ("generate", "x", "--max-tokens", "4")
 
 

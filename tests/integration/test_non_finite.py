@@ -1,5 +1,8 @@
-"""Answers that meet numbers which are not finite, through the whole path: a status of their own, a
-count, nothing of them in a cache, and neighbours that do not notice."""
+"""Answers whose logits become NaN or infinite, through the whole path.
+
+They end with a status and are counted. Caches keep nothing of them, and other answers are
+unaffected.
+"""
 
 import asyncio
 import shutil
@@ -26,14 +29,14 @@ from tests.waiting import until
 SETS = "kv.num_pages=80", "kv.page_size=16", "prefill.max_num_batched_tokens=32"
 ADDRESSES = "server.address=127.0.0.1:0", "server.http_address=127.0.0.1:0"
 NUM_TOKENS, READ = 12, 1500
-"""``READ``: a token of prompts that the checkpoint has no number for."""
+"""``READ`` is a token of prompts for which the checkpoint has non-finite weights."""
 SHARED, WRITING, *CLEAN = held_out(5, 40, 60, seed=5)
 BROKEN = [[*SHARED, READ, *CLEAN[0][:20]], [READ], [*CLEAN[1], READ]]
 
 
 @pytest.fixture(scope="module")
 def written(small_model: Path) -> list[int]:
-    """The answer to WRITING up to a token that has no number either."""
+    """Return the answer to WRITING, up to a token that has non-finite weights as well."""
     known = {*SHARED, *WRITING, *(token for prompt in CLEAN for token in prompt)}
     for prompt in ([*SHARED, *CLEAN[0]], *CLEAN):
         known |= {*tiny.reference_greedy(small_model, prompt, NUM_TOKENS)}
@@ -61,7 +64,7 @@ async def served(folder: Path, *sets: str) -> AsyncIterator[tuple[Rig, Server, A
 
 
 async def read(client: AsyncClient, prompt: Sequence[int], **options: object) -> list[int]:
-    """The tokens that come before the answer ends with INTERNAL."""
+    """Return the tokens that precede the answer's INTERNAL status."""
     tokens: list[int] = []
     with pytest.raises(InferenceError, match="non_finite: ") as ended:
         async for piece in client.generate(prompt, ignore_eos=True, **options):
@@ -104,8 +107,8 @@ async def check(folder: Path, small_model: Path, written: list[int], *sets: str)
 async def test_they_end_alone_and_are_counted(
     folder: Path, small_model: Path, written: list[int], mode: str
 ) -> None:
-    """A prompt of several chunks, of one token, one that ends with it, and an answer that has it;
-    beside prompts with the same beginning."""
+    """Covers prompts of several chunks, of one token, and ending with the bad token, and an answer
+    that has it. Prompts with the same prefix run in parallel."""
     await check(folder, small_model, written, f"mode={mode}")
 
 

@@ -27,7 +27,8 @@ from tests.waiting import until
 
 
 async def test_stop_strings_end_answers_and_free_their_rows(small_model: Path) -> None:
-    """For every n: the text before, the token that completed it counted, nothing left behind."""
+    """For every n, the text ends before the stop string and the completing token is counted.
+    Nothing is left behind."""
     async with rig(small_model, *SMALL) as cluster:
         for ids in prompts(3):
             whole, text, _ = await cluster.complete(greedy("whole", ids, 40, ignore_eos=True))
@@ -70,7 +71,7 @@ async def test_logprobs_travel_with_their_tokens(small_model: Path) -> None:
 
 
 async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int], Finished]]:
-    """Token ids and last message by index; nothing may follow a Finished."""
+    """Return token ids and the last message by index; nothing may follow a Finished."""
     tokens: dict[int, list[int]] = {}
     ended: dict[int, Finished] = {}
     async for piece in cluster.generate(request):
@@ -83,7 +84,7 @@ async def answers_of(cluster: Rig, request: Request) -> dict[int, tuple[list[int
 
 
 async def test_each_of_n_answers_is_that_of_its_own_seed(small_model: Path) -> None:
-    """Also with fewer rows than answers; the first is the answer of n = 1."""
+    """This holds with fewer rows than answers, too. The first is the answer of n = 1."""
     [ids] = prompts(1)
     async with rig(small_model, *SMALL, "decode.max_num_seqs=2") as cluster:
         answers = await answers_of(cluster, sampled("many", ids, 12, n=5))
@@ -118,7 +119,7 @@ async def test_aborting_closing_or_refusing_n_answers_frees_all(small_model: Pat
 
 
 async def test_all_of_it_over_grpc(small_model: Path) -> None:
-    """n answers, log probabilities and a stop string through a real server's socket."""
+    """n answers, log probabilities and a stop string over a real server's socket."""
     [ids] = prompts(1)
     async with (
         rig(small_model, *SMALL) as cluster,
@@ -152,7 +153,8 @@ async def test_all_of_it_over_grpc(small_model: Path) -> None:
 
 
 async def test_preemption_changes_neither_penalties_nor_stops(small_model: Path) -> None:
-    """Counts and held-back text are functions of (request, output ids), whoever goes on."""
+    """Counts and held-back text depend only on (request, output ids), not on the rank that
+    resumes."""
     rules = {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "min_tokens": 50}
     asked = [
         sampled(f"r{i}", ids, 60, seed=i, stop=("\n", "e"), **rules)
@@ -174,7 +176,7 @@ async def test_preemption_changes_neither_penalties_nor_stops(small_model: Path)
 
 
 async def test_special_tokens_stop_answers_and_are_text_on_request(small_model: Path) -> None:
-    """vllm#2123, strands#22: over the whole path, as a client asks."""
+    """Cases of vllm#2123 and strands#22, over the whole path from the client's options."""
     async with rig(small_model, *SMALL) as cluster:
         gateway = cluster.gateway
 
@@ -197,7 +199,7 @@ async def test_special_tokens_stop_answers_and_are_text_on_request(small_model: 
 
 
 async def test_text_held_for_a_stop_string_survives_preemption(small_model: Path) -> None:
-    """Answers move while nearly all of their text is the beginning of a stop string."""
+    """Answers migrate while nearly all of their text is a prefix of a stop string."""
     sets = ("kv.num_pages=26", "kv.page_size=8", "decode.max_num_seqs=6")
     asked = [greedy(f"r{i}", ids, 70, ignore_eos=True) for i, ids in enumerate(prompts(8))]
     async with rig(small_model, *SMALL) as cluster:

@@ -1,4 +1,4 @@
-"""The manifests at work: the command of each pod in namespaces of its own, up to tokens."""
+"""The manifests of deploy/ in action: each pod's command in separate namespaces, up to tokens."""
 
 import os
 import re
@@ -68,7 +68,7 @@ MACHINES = {"prefill-0": "prefill", "decode-0": "decode", "spare": "decode"}
 
 @contextmanager
 def and_a_spare(it: Deployed) -> Iterator[tuple[dict[str, Pod], str]]:
-    """A machine more than there are ranks; yields what LONG gives, too."""
+    """Start one machine more than the ranks need; yield the output of LONG, too."""
     with pods(["head", "gateway", "client", *MACHINES], hosts_of(it)) as there:
         begin_ray(there["head"], it, it.cluster["spec"]["headGroupSpec"])
         for name, group in MACHINES.items():
@@ -80,7 +80,8 @@ def and_a_spare(it: Deployed) -> Iterator[tuple[dict[str, Pod], str]]:
 
 
 def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
-    """Its gang goes elsewhere before its node does, which does not wait for its time to be over."""
+    """The pod's gang migrates before the pod ends, and the pod does not wait for its grace
+    period."""
     it = deployed("base")
     with and_a_spare(it) as (there, expected):
         [going] = [there[name] for name in MACHINES if "decode" in ranks_in(there[name])]
@@ -99,7 +100,8 @@ def test_a_pod_that_is_deleted_takes_nothing_along() -> None:
 
 
 def test_a_head_comes_back_to_what_ran() -> None:
-    """What is written without it is whole, no rank ends, and what needs it goes on with it."""
+    """Running and new answers finish without a head, and no rank ends. Recovery continues when it
+    is back."""
     it = deployed("base", "gcs-ft")
     with and_a_spare(it) as (there, expected):
         before = [there[name].pids("ray::") for name in MACHINES]
@@ -128,8 +130,11 @@ decode: {node_group: decode, dp_size: 4}
 
 
 def test_groups_of_different_sizes() -> None:
-    """Prefill of 2 ranks in a pod beside decode of 4 in two, each where it belongs; a gang lies in
-    one replica; that one group is gone for a while is nothing to the processes of the other."""
+    """Prefill has 2 ranks in a pod, decode has 4 ranks in two pods.
+
+    Each rank runs in its group, and a gang lies in one replica. While one group is gone, the
+    processes of the other keep running.
+    """
     it = deployed("overlays/cpu")
     it.config_map["data"]["tandem.yaml"] = SIZES
     replica = [
@@ -142,7 +147,7 @@ def test_groups_of_different_sizes() -> None:
     container(it.groups["decode"]["template"]["spec"])["env"] += replica
     it.groups["decode"]["numOfHosts"] = 2
     hosts = hosts_of(it)
-    # Of replica "a" only one pod has come, "b" is whole: the gang would fit on pods of both.
+    # Only one pod of replica "a" exists, "b" is complete. The gang would fit on pods of both.
     machines = {"prefill-0": "", "decode-0": "a", "decode-1": "b", "decode-2": "b"}
     later = ["prefill-1"]
     with pods(["head", "gateway", "client", *machines, *later], hosts) as there:
@@ -166,15 +171,18 @@ def test_groups_of_different_sizes() -> None:
 
 
 AGENT = "python", "-m", "http.server", "8080"
-"""Where Ray's agent tells its figures in the image; the environment of the tests has none."""
+"""Stands for the metrics port of Ray's agent, which the test environment lacks."""
 
 
 @pytest.mark.skipif(
     not shutil.which("nmap") or not shutil.which("nft"), reason="needs nmap and nft"
 )
 def test_who_reaches_what() -> None:
-    """By a scan of all ports: a stranger gRPC alone, who watches figures too, pods of the cluster
-    one another; without the policies a stranger finds the rest."""
+    """Scan all ports with and without the policies.
+
+    With them, a stranger reaches only gRPC, and the monitor also metrics. Pods of the cluster reach
+    each other. Without them, a stranger finds all ports.
+    """
     it = deployed("base")
     hosts = hosts_of(it)
     ours = "head", "prefill", "decode", "gateway"
@@ -211,7 +219,7 @@ def _ports(pod: Manifest) -> dict[str, int]:
 
 
 def scan(source: Pod, targets: list[Pod]) -> list[set[int]]:
-    """The open TCP ports of each, of all that there are."""
+    """Return the open TCP ports of each target, out of all ports."""
     addresses = [pod.address for pod in targets]
     how = "-n", "-Pn", "-sS", "-p-", "--open", "--min-rate=20000", "--max-retries=1", "-oG", "-"
     text, _ = source.run(("nmap", *how, *addresses)).communicate(timeout=300)

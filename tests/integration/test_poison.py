@@ -1,4 +1,4 @@
-"""A step that fails takes nobody along but who is to blame; slow ranks and stuck ones differ."""
+"""A failed step ends only the request that caused it; slow ranks are not taken for stuck ones."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ def poisoned(request_id: str) -> bool:
 
 
 def break_decode(monkeypatch: pytest.MonkeyPatch, error: Exception) -> list[list[str]]:
-    """A step with a poison request in it raises; every such step's request ids."""
+    """Make each step with a poison request raise; return the request ids of every such step."""
     launch, seen = Launcher.launch, list[list[str]]()
 
     def poisonable(self: Launcher, step: PreparedStep) -> InFlightStep:
@@ -100,7 +100,7 @@ async def test_a_step_that_failed_once_costs_nobody_an_answer(
     small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those that were in it go on alone for a few steps, then together again."""
+    """The sequences of that step run alone for a few steps, then together again."""
     launch, failed_at, widths = Launcher.launch, list[int](), list[int]()
 
     def flaky(self: Launcher, step: PreparedStep) -> InFlightStep:
@@ -140,7 +140,7 @@ async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
 async def test_a_stuck_engine_loses_its_requests_to_others_and_comes_back(
     small_model: Path, kind: str
 ) -> None:
-    """Its asyncio loop answers every heartbeat meanwhile."""
+    """The rank's asyncio loop still answers every heartbeat."""
     sets = (*SETS, "prefill.replicas=2", "decode.replicas=2", "control.stall_timeout_s=0.4")
     async with rig(small_model, *sets) as cluster:
         ranks = cluster.decodes if kind == "decode" else cluster.prefills

@@ -1,4 +1,4 @@
-"""Pools too small for all: sequences make way and go on later; no token is lost or repeated."""
+"""Pools that are too small: sequences are preempted and resume; no token is lost or repeated."""
 
 import asyncio
 from dataclasses import replace
@@ -23,7 +23,7 @@ def prompts(num: int, min_len: int = 20, max_len: int = 60) -> list[list[int]]:
 
 
 def watch(cluster: Rig) -> list[str]:
-    """Request ids of the sequences preempted from now on."""
+    """Return a list that collects the request ids of sequences preempted from now on."""
     preempted: list[str] = []
     for decode in cluster.decodes:
         publish = decode.engine._on_updates
@@ -53,8 +53,8 @@ async def test_preempted_sequences_go_on_exactly(small_model: Path, mode: str) -
 
 
 async def test_two_near_half_sequences_share_one_pool(small_model: Path) -> None:
-    """Colocated, each of over 40 % of the pool: preempted and resumed together, neither waits for
-    pages that the other's prompt would have to give up."""
+    """Colocated, each sequence takes over 40 % of the pool. Both are preempted and resumed, and
+    neither waits for pages that the other's prompt would have to free."""
     sets = ("mode=colocated", "kv.num_pages=60", "kv.page_size=8", "decode.max_num_seqs=4")
     async with rig(small_model, *sets) as cluster:
         preempted = watch(cluster)

@@ -1,4 +1,4 @@
-"""Equal beginnings are computed once, and nobody can tell from the answer."""
+"""Equal prefixes are computed once, and answers do not depend on that."""
 
 import asyncio
 from pathlib import Path
@@ -34,7 +34,8 @@ async def test_a_shared_beginning_changes_no_token(small_model: Path, mode: str)
 
 
 async def test_the_same_prompt_twice_keeps_its_acceptance(small_model: Path) -> None:
-    """Cached pages carry right draft entries too, or drafts would be worse the second time."""
+    """Cached pages must have correct draft entries too, or drafts would be worse the second
+    time."""
     fixed = "speculation.draft_length=fixed"
     async with rig(small_model, *SETS, fixed) as cluster:
         for i, ids in enumerate(prompts(6, 64, 200)):
@@ -58,7 +59,7 @@ async def test_many_shared_beginnings_in_a_pool_too_small_for_all(small_model: P
 
 
 async def test_two_prefill_nodes_hit_as_often_as_one(small_model: Path) -> None:
-    """The router sends equal beginnings to the node that knows them."""
+    """The router sends equal prefixes to the node that has them cached."""
     hits = []
     for replicas in (1, 2):
         async with rig(small_model, *SETS, f"prefill.replicas={replicas}") as cluster:

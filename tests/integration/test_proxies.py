@@ -1,4 +1,4 @@
-"""Variables that name a proxy change nothing for calls to a server, unless that is wanted."""
+"""Proxy variables do not affect calls to a server, unless the user opts in."""
 
 import json
 from collections.abc import Iterator

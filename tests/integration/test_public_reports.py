@@ -1,4 +1,4 @@
-"""Answers that other servers got wrong, as their users reported: each is a case of its own here.
+"""Answers that other servers got wrong, as reported by their users; one test for each case.
 
 | report | what went wrong there | case |
 | --- | --- | --- |
@@ -7,7 +7,7 @@
 | sglang#12557, #12151 | the first token, which prefill chooses, is EOS | first token |
 | sglang#6017 | ``max_tokens=1`` gives two tokens | one token |
 | sglang#33643, vllm#18902, TensorRT-LLM#17701 | penalties count steps, not tokens | penalties |
-| llama.cpp#27972, sglang#10660, vllm#17876 | log probabilities wrong beside drafts | logprobs |
+| llama.cpp#27972, sglang#10660, vllm#17876 | log probabilities wrong with drafts | logprobs |
 | vllm#51226, #9441, #11123, TensorRT-LLM#19487 | a seed depends on its neighbours | seeds |
 | vllm#54360, #53670 | drafts cost a page of each prefix hit | prefix hits |
 | dynamo#14378 | text held for a stop string is lost when the answer moves | held text |
@@ -155,8 +155,8 @@ async def test_one_token_is_one_token(small_model: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 async def test_penalties_and_min_tokens_count_tokens(small_model: Path, name: str) -> None:
-    """Each accepted draft counts as a token. Where EOS and a stop token are by far the most likely
-    ones, the answer ends right after its 17th token, whatever is drafted, by plain and by native
+    """Each accepted draft counts as a token. EOS and a stop token are by far the most likely
+    tokens, so the answer ends right after its 17th token. Covers all drafters, plain and native
     kernels."""
     rules = {"frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 1.3}
     ends = TokenBias(EOS, 100.0), TokenBias(50, 99.0)
@@ -179,7 +179,8 @@ async def test_penalties_and_min_tokens_count_tokens(small_model: Path, name: st
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_logprobs_of_accepted_drafts(small_model: Path, temperature: float) -> None:
-    """They equal those without drafts, one for each token, also where a stop string cuts a run."""
+    """Log probabilities equal those without drafts, one for each token. This holds where a stop
+    string cuts a run of accepted drafts."""
     reference = Reference(small_model, MAX_LEN)
     async with rig(small_model, *PAGES, ALWAYS, *DRAFTERS["chain"]) as cluster:
         [ids] = prompts(1)
@@ -189,7 +190,7 @@ async def test_logprobs_of_accepted_drafts(small_model: Path, temperature: float
         reference.check(request, drafted)
         same_logprobs(plain, drafted, 24)
         assert len(drafted.cuts) < len(plain.cuts), "no draft was accepted"
-        # When a broken character is certain is the decoder's affair: no stop string has one.
+        # Stop strings without broken characters: the decoder decides when those are final.
         parts = [plain.text[at : at + 3] for at in range(9, len(plain.text) - 3)]
         stops = [part for part in parts if "\ufffd" not in part]
         for stop in (stops[0][:2], stops[len(stops) // 2]):
@@ -246,8 +247,10 @@ async def test_answers_without_a_common_seed_are_no_twins(small_model: Path) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_drafts_cost_no_prefix_hit(small_model: Path, mode: str) -> None:
-    """A repeated prompt of whole pages, or of one or two tokens more, finds every whole page before
-    its last token, and no fewer with drafts than without."""
+    """Repeated prompts of whole pages, or of one or two tokens more, hit all possible pages.
+
+    These are the whole pages before the last token, with drafts and without.
+    """
     reference = Reference(small_model, MAX_LEN)
     for num_drafts in (0, 3):
         async with rig(small_model, *PAGES, f"mode={mode}", ALWAYS) as cluster:
@@ -281,8 +284,11 @@ async def test_cached_tokens_are_tokens_of_the_prompt(small_model: Path, mode: s
 
 
 async def test_text_that_is_held_survives_a_move(small_model: Path) -> None:
-    """The decode rank is lost after each step in turn, while the gateway holds back an unfinished
-    character or the beginning of a stop string, which may end only after the move."""
+    """The decode rank is lost after each step in turn while the gateway holds back text.
+
+    The text is an unfinished character or a prefix of a stop string that may end only after the
+    move.
+    """
     [ids] = prompts(1)
     request = sampled("r", ids, 14, temperature=2.0, seed=3)
     async with rig(small_model, *PAGES, "decode.replicas=2", ALWAYS) as cluster:
@@ -335,7 +341,7 @@ async def test_pages_that_prefill_gave_up_are_never_read(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pull stops after its first chunk until its lease has expired and other prompts have taken
-    the pages of the prefill rank. Checksums are off: generations of pages alone protect it."""
+    the prefill rank's pages. Checksums are off, so only page generations protect it."""
     call, goes_on, num_sent = PeerLink.call, asyncio.Event(), 0
 
     async def held(self: PeerLink, method: str, message: Any, *rest: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What one answer does when ranks are lost or hand-overs fail: it waits, or it goes elsewhere."""
+"""Recovery of one answer when ranks are lost or hand-overs fail: it waits or migrates."""
 
 import asyncio
 from dataclasses import replace
@@ -28,7 +28,7 @@ SETS = ("kv.num_pages=300", "kv.page_size=16")
 
 
 class Refusing:
-    """A decode rank's control that fails every hand-over it is asked for."""
+    """A decode rank's control connection that fails every hand-over."""
 
     def __init__(self, control: Control) -> None:
         self.num_refused = 0
@@ -42,7 +42,7 @@ class Refusing:
 
 
 async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_model: Path) -> None:
-    """Between them they would use up its failures, though another pair works."""
+    """Retries of that pair would use up the request's failures, though another pair works."""
     async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
         first = cluster.decodes[0]
         handle = cluster.gateway.fleet.ranks[first.spec.epoch_name]
@@ -57,8 +57,10 @@ async def test_a_pair_that_failed_a_request_is_not_tried_with_it_again(small_mod
 
 
 class Dying:
-    """A prefill rank's control: its first prefills die, and so does its ping until ``is_back``;
-    heartbeats are answered all the time."""
+    """Control connection of a prefill rank whose first prefills die.
+
+    Its ping fails too until ``is_back``. Heartbeats are answered all the time.
+    """
 
     def __init__(self, control: Control, num_deaths: int = 1) -> None:
         self.asked: list[Prefill] = []
@@ -80,8 +82,11 @@ class Dying:
 async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
     small_model: Path, is_in_step: bool
 ) -> None:
-    """The last heartbeat was fine, and the verdict comes a little later. It names nobody but who
-    was in the step: others on the rank are not suspected, even if that one was alone."""
+    """The last heartbeat was fine, and the verdict comes a little later.
+
+    The verdict names only the request that was in the step. Other requests of the rank are not
+    suspected, even if that request was alone in its step.
+    """
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
         handle = cluster.gateway.fleet.ranks[spec.epoch_name]
@@ -99,7 +104,7 @@ async def test_a_death_that_a_call_learns_of_first_names_suspects_too(
 
 
 async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_model: Path) -> None:
-    """Its life is known to be over; what ran there goes on elsewhere."""
+    """The gateway knows that the rank's epoch is over. Answers that ran there migrate."""
     async with rig(small_model, *SETS, "decode.replicas=2") as cluster:
         gates = [Gate(decode) for decode in cluster.decodes]
         request = greedy("r", prompts(1, 6)[0], 12, ignore_eos=True)
@@ -122,7 +127,8 @@ async def test_who_is_no_member_any_more_is_neither_reported_nor_asked(small_mod
 async def test_nobody_waits_to_be_told_what_a_rank_died_of(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who was on it goes on elsewhere at once, in steps of its own; who dies of that waits."""
+    """A request of the dead rank migrates at once as a suspect. If its second rank dies too, it
+    waits for the cause."""
     monkeypatch.setattr(recovery, "CAUSE_TIMEOUT_S", 3600.0)
     async with rig(small_model, *SETS, "prefill.replicas=2") as cluster:
         dying = []
@@ -145,7 +151,7 @@ async def test_nobody_waits_to_be_told_what_a_rank_died_of(
 
 
 def tell_death(cluster: Rig, spec: RankSpec, in_step: InFlightBatch) -> None:
-    """The controller's verdict, though the rank lives on here."""
+    """Report the controller's verdict on a rank, which in this test is still running."""
     ended = EpochEnd(spec.epoch, in_step)
     gangs = cluster.members.membership.gangs
     cluster.members.tell(
@@ -157,8 +163,11 @@ def tell_death(cluster: Rig, spec: RankSpec, in_step: InFlightBatch) -> None:
 async def test_a_verdict_that_comes_late_still_marks_its_answers(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, is_isolated: bool
 ) -> None:
-    """It is waited for no longer than ever: the second attempt is as before, the next one is not,
-    though the rank has died of nobody known since. Who was alone in its second is refused."""
+    """The gateway retries without waiting for a late verdict.
+
+    The second attempt is not marked as suspect; the next one is, though the second death has no
+    known cause. A request that was alone in its second fatal step is refused.
+    """
     monkeypatch.setattr(recovery, "CAUSE_TIMEOUT_S", 0.0)
     async with rig(small_model, *SETS) as cluster:
         spec = cluster.prefills[0].spec
@@ -183,8 +192,11 @@ async def test_a_verdict_that_comes_late_still_marks_its_answers(
 
 
 class Deadly:
-    """A decode rank's control: it dies of each step of a sequence, which is told with the others
-    that were in it; the first token, prefill's, has come by then."""
+    """A decode rank's control connection that dies in each step of a sequence.
+
+    The death is reported with all requests of that step. By then the first token, from prefill, has
+    arrived.
+    """
 
     def __init__(self, control: Control, cluster: Rig) -> None:
         self.num_deaths = 0
@@ -202,7 +214,7 @@ class Deadly:
 
 
 async def test_deaths_count_for_an_answers_whole_life(small_model: Path) -> None:
-    """Though a token comes between any two of them."""
+    """Deaths count even if a token arrives between any two of them."""
     async with rig(small_model, *SETS) as cluster:
         handle = cluster.gateway.fleet.ranks[cluster.decodes[0].spec.epoch_name]
         handle.control = deadly = Deadly(handle.control, cluster)
@@ -213,7 +225,7 @@ async def test_deaths_count_for_an_answers_whole_life(small_model: Path) -> None
 
 
 async def lose_the_only_decode_rank(cluster: Rig, request_id: str) -> "asyncio.Task[list[int]]":
-    """The task of an answer that had begun there."""
+    """Return the task of an answer that had started on that rank."""
     [decode] = cluster.decodes
     told = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Begun answers go on although servers are full, and clients that only claim to resume wait."""
+"""Started answers continue although servers are full, and unproven resumes wait in the queue."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ async def stub_of(server: Server) -> AsyncIterator[rpc.InferenceStub]:
 async def served(
     model: Path,
 ) -> AsyncIterator[tuple[Any, Server, rpc.InferenceStub, AsyncClient]]:
-    """A cluster with one row, its server, and two clients of it that try nothing again."""
+    """A cluster with one row, its server, and two clients that never retry."""
     async with (
         rig(model, *SETS) as cluster,
         Server(cluster.config) as server,
@@ -57,7 +57,7 @@ async def served(
 async def first_message(
     stub: rpc.InferenceStub, prompt: list[int], name: str, **options: Any
 ) -> pb.GenerateResponse:
-    """The first message of a stream that is given up then."""
+    """Return the first message of a stream, which is then cancelled."""
     defaults: Any = {"request_id": name, "max_tokens": 30, "ignore_eos": True}
     call = stub.Generate(build_request(prompt, defaults | options), metadata=((STREAM_KEY, name),))
     try:
@@ -69,7 +69,7 @@ async def first_message(
 
 
 async def test_a_begun_answer_is_not_lost_where_its_next_server_is_full(small_model: Path) -> None:
-    """The queue of that server is full of requests that have not begun, and stays so."""
+    """The queue of that server stays full of requests that have not started."""
     async with (
         rig(small_model, *SETS, "server.max_queued=1") as cluster,
         gateway(cluster) as second,
@@ -106,7 +106,7 @@ async def test_a_begun_answer_is_not_lost_where_its_next_server_is_full(small_mo
 
 
 class FullGateway(EchoGateway):
-    """Its queue is full but for answers that have begun, for which there is one more place."""
+    """The queue is full for new requests, but has a slot left for answers that have started."""
 
     is_full = False
 
@@ -116,7 +116,7 @@ class FullGateway(EchoGateway):
 
 
 async def test_a_full_server_refuses_resumes_without_a_genuine_proof() -> None:
-    """Where there is room they are answered as any other request is."""
+    """While there is capacity, resumes are answered like any other request."""
     echo = FullGateway()
     prompt = [5, 6, 7]
     tokens = answer_to((*prompt,), 30)
@@ -161,7 +161,8 @@ async def test_open_streams_have_a_reserve_for_begun_answers() -> None:
 async def test_a_begun_answer_waits_as_long_as_a_full_server_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """More often than a server itself tries an answer again, and until ``retry_s`` is over."""
+    """The client retries more often than a server retries an answer, until ``retry_s`` has
+    passed."""
     pauses: list[float] = []
 
     async def sleep(pause_s: float) -> None:
@@ -194,7 +195,7 @@ async def test_a_begun_answer_waits_as_long_as_a_full_server_says(
 async def test_clients_that_resume_in_a_loop_starve_nobody(
     small_model: Path, has_proof: bool
 ) -> None:
-    """There is one row, which they want again as soon as they have had their first token."""
+    """There is one row, and the clients want it again as soon as they get their first token."""
     async with served(small_model) as (cluster, server, stub, client):
         noted, begun = note_grants(cluster.decodes[0])
         proofs = {}
@@ -222,8 +223,8 @@ async def test_clients_that_resume_in_a_loop_starve_nobody(
 
 
 def note_grants(decode: Any) -> tuple[list[str], set[str]]:
-    """What the decode rank is asked for and what it grants from now on, and which requests it is
-    told have begun."""
+    """Record the requests and grants of the decode rank from now on, and the requests that are
+    marked as resumed."""
     scheduler, noted, begun = decode.engine.scheduler, list[str](), set[str]()
     ask, grant = scheduler.enqueue, scheduler.grant
 
@@ -242,13 +243,13 @@ def note_grants(decode: Any) -> tuple[list[str], set[str]]:
 
 
 def num_before(noted: list[str]) -> int:
-    """How many waited when the honest request came."""
+    """Return how many requests waited when the honest request came."""
     before = noted[: noted.index("ask honest")]
     return sum(1 if line.startswith("ask") else -1 for line in before)
 
 
 def num_passed(noted: list[str]) -> int:
-    """How many grants there were between the honest request and its own."""
+    """Return the number of grants between the honest request's arrival and its grant."""
     if "ask honest" not in noted:
         return 0
     after = noted[noted.index("ask honest") :]

@@ -1,4 +1,4 @@
-"""Everything that a rollout replaces, under load behind a real Envoy: nobody who asks notices."""
+"""Everything that a rollout replaces, under load and after a real Envoy: no client notices."""
 
 import re
 import time
@@ -36,11 +36,11 @@ GATEWAYS = [f"gateway-{i}" for i in range(3)]
 CHANGED = "--set=server.max_connection_age_s=10"
 SEED, NUM_CLIENTS, NUM_MORE = 29, 4, 12
 GONE_S = 5.0
-"""After the bound of its drain."""
+"""Time after the bound of its drain."""
 
 
 class Rollout:
-    """The pods, and who asks them."""
+    """The pods of a rollout and the clients that send requests."""
 
     def __init__(self, it: Deployed, there: dict[str, Pod]) -> None:
         self.it, self.there = it, there
@@ -57,7 +57,7 @@ class Rollout:
         self.gateways[name] = begin_gateway(self.there[name], self.it)
 
     def num_up(self) -> int:
-        """Ranks that a gateway sends requests to."""
+        """Return the number of ranks that a gateway sends requests to."""
         client, name = self.there["client"], next(iter(self.gateways))
         told = figures(client, self.there[name].address)
         return len(re.findall(r"^tandem_rank_up\{.*\} 1\.0$", told, flags=re.M))
@@ -69,7 +69,7 @@ class Rollout:
 
 @contextmanager
 def begun() -> Iterator[Rollout]:
-    """Two gangs of each kind, two gateways, Envoy before them."""
+    """Start two gangs of each kind and two gateways, with Envoy in front of them."""
     it = deployed("base", "gcs-ft")
     it.config_map["data"]["tandem.yaml"] = TWO_OF_EACH
     names = ["head", "new-head", "envoy", "client", *GATEWAYS, *BEGUN, *COMING]
@@ -104,7 +104,7 @@ def test_who_asks_sees_nothing_of_a_rollout(tmp_path: Path) -> None:
 
 
 def replace_the_head(made: Rollout) -> None:
-    """Killed; another takes its claim and its name, with an address of its own."""
+    """Kill the head. Another one takes its claim and its name, with a different address."""
     there = made.there
     before = [there[name].pids("ray::") for name in BEGUN]
     there["head"].end(there["new-head"])
@@ -116,7 +116,7 @@ def replace_the_head(made: Rollout) -> None:
 
 
 def replace_a_worker(made: Rollout, old: str, new: str) -> float:
-    """Deleted; its time to its end, in seconds."""
+    """Delete a worker; return the time until its end, in seconds."""
     began = time.monotonic()
     made.there[old].terminate()
     made.begin_worker(new)
@@ -128,7 +128,7 @@ def replace_a_worker(made: Rollout, old: str, new: str) -> float:
 
 
 def replace_gateways(made: Rollout) -> None:
-    """With another setting of the gateways' own: a new one is ready before an old one leaves."""
+    """Change a setting of the gateways. A new one is ready before an old one leaves."""
     container(made.it.gateway_pod)["args"].append(CHANGED)
     for new, old in ((GATEWAYS[2], GATEWAYS[0]), (GATEWAYS[0], GATEWAYS[1])):
         made.begin_gateway(new)

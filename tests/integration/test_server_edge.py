@@ -136,7 +136,7 @@ async def test_a_name_in_use_is_refused(client: AsyncClient, gateway: EchoGatewa
 async def test_a_later_attempt_at_a_stream_ends_the_earlier_one_first(
     server: Server, gateway: EchoGateway
 ) -> None:
-    """As when a connection broke and only the client has noticed."""
+    """This is the case after a broken connection that only the client has noticed."""
     request = build_request("abc", {"request_id": "same", "max_tokens": 8})
     nonce = STREAM_KEY, "one"
     async with grpc.aio.insecure_channel(server.address) as channel:
@@ -229,7 +229,8 @@ async def test_requests_are_taken_while_a_server_says_that_it_leaves(gateway: Ec
 
 
 async def test_an_old_connection_is_left_and_its_answer_goes_on(gateway: EchoGateway) -> None:
-    """What has not ended when it is too old ends with it, and is resumed over a new one."""
+    """Streams still open when their connection is too old end with it, and resume over a new
+    one."""
     gateway.hold_after = 4
     async with (
         echo_server(gateway, "server.max_connection_age_s=0.2") as server,
@@ -269,7 +270,7 @@ async def test_reflection_describes_the_service(server: Server) -> None:
 
 
 async def test_a_long_prompt_fits_through_the_wire(client: AsyncClient) -> None:
-    """One that is far too long for the model too, so that its error names the tokens."""
+    """The prompt is far too long for the model as well, so that the error names the tokens."""
     error = await failure_of(client.complete("x" * 1_000_000))
     assert error.code == grpc.StatusCode.INVALID_ARGUMENT
     assert "1000001 tokens" in error.details

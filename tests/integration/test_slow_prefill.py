@@ -1,4 +1,5 @@
-"""A prompt may wait longer than a lease for its turn: whoever waits for it keeps it alive."""
+"""A prompt may queue for longer than a lease: the decode rank that waits for it renews the
+lease."""
 
 import asyncio
 import time

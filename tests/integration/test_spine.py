@@ -1,4 +1,4 @@
-"""A request enters every file that the list of the spine names."""
+"""A request enters every file of the spine's list."""
 
 import asyncio
 import sys
@@ -16,7 +16,7 @@ from tests.sizes import ROOT, SPINE, names, product
 
 
 class Trace:
-    """The files of ours whose functions are called while it ``is_on``, on threads begun since."""
+    """Records our files whose functions are called while it ``is_on``, on threads started since."""
 
     def __init__(self) -> None:
         self.entered: set[str] = set()
@@ -27,13 +27,14 @@ class Trace:
             self.entered.add(_file(frame))
 
     def files(self) -> set[str]:
-        """Those that count."""
+        """Return the recorded files that belong to the product."""
         folder = f"{ROOT}/src/tandem/"
         return {name.removeprefix(folder) for name in self.entered} & set(product())
 
 
 def _file(frame: FrameType) -> str:
-    """Of a generated method, such as a dataclass's: the file of its class."""
+    """Return the file of a function. A generated method, as of a dataclass, gets its class's
+    file."""
     name, owner = frame.f_code.co_filename, frame.f_locals.get("self")
     if name == "<string>" and owner is not None:
         return str(getattr(sys.modules.get(type(owner).__module__), "__file__", ""))
@@ -54,7 +55,7 @@ def traced() -> Iterator[Trace]:
 
 @asynccontextmanager
 async def served(cluster: Rig) -> AsyncIterator[str]:
-    """The address of its door."""
+    """Yield the address of its gRPC server."""
     async with Server(cluster.config) as server:
         await server.attach(cluster.gateway)
         yield server.address
@@ -68,7 +69,7 @@ def ask(address: str) -> int:
 async def test_a_request_enters_the_whole_spine() -> None:
     with traced() as trace:
         async with rig(TINY_MODEL, "server.address=127.0.0.1:0") as cluster, served(cluster) as at:
-            for node in cluster.decodes:  # a step that was recorded calls nothing any more
+            for node in cluster.decodes:  # a recorded step makes no Python calls any more
                 await node.loop.call(node.engine.programs.clear)
             trace.is_on = True
             assert await asyncio.to_thread(ask, at) == 40

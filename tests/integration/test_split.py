@@ -1,6 +1,6 @@
 """Prefill node, decode node and gateway with real channels between them, in one process.
 
-Against transformers; whatever happens, nothing is left behind.
+Answers are compared with transformers, and nothing may be left behind after any failure.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ def sampled(request_id: str, ids: list[int], max_tokens: int, **changes: object)
     ids=lambda sets: " ".join(sets) or "disaggregated",
 )
 async def test_answers_of_the_shipped_checkpoint_are_exact(sets: tuple[str, ...]) -> None:
-    """The third in chunks of two tokens."""
+    """The third case prefills in chunks of two tokens."""
     await check_exact(TINY_MODEL, sets)
 
 
@@ -102,7 +102,7 @@ def check_figures(cluster: Rig, request: Request, finished: Finished) -> None:
 
 
 async def test_sampled_output_depends_on_the_seed_alone(small_model: Path) -> None:
-    """Not on n, batch, split or chunking; different seeds differ."""
+    """Output does not depend on n, batch, split or chunking, and different seeds differ."""
     [ids] = prompts(1)
     answers = set()
     for sets in ((), ("mode=colocated", "prefill.max_num_batched_tokens=7")):
@@ -177,8 +177,8 @@ async def test_closing_the_stream_frees_everything(small_model: Path, num_pieces
 
 
 async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None:
-    """Whatever comes after it, and after sweeps, finds nothing: no row stays, and nothing is pulled
-    into freed pages."""
+    """Calls that arrive after the abort, and after sweeps, are refused. No row stays, and nothing
+    is pulled into freed pages."""
     [ids] = prompts(1)
     async with rig(small_model, *SMALL) as cluster:
         [decode], owner = cluster.decodes, cluster.prefills[0]
@@ -226,7 +226,7 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
 
 
 async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_model: Path) -> None:
-    """By the membership alone; what ran on the rank that left goes on elsewhere."""
+    """The membership alone decides this. Answers that ran on the leaving rank migrate."""
     async with rig(small_model, *SMALL, "decode.max_num_seqs=2") as cluster:
         asked = [greedy(f"r{i}", ids, 80, ignore_eos=True) for i, ids in enumerate(prompts(4))]
         running = [asyncio.create_task(cluster.complete(request)) for request in asked]
@@ -301,7 +301,8 @@ async def test_requests_that_can_never_fit_are_refused_and_nothing_is_lost(
 async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
     small_model: Path, drafter: str
 ) -> None:
-    """Of a prefill node with MTP: n-grams and nobody's drafts need the main caches alone."""
+    """The prefill node has MTP. With n-grams or no drafter, the decode node needs only the main
+    caches."""
     [ids] = prompts(1)
     async with rig(small_model, *SMALL, "kv_transfer.checksums=true") as cluster:
         [own] = cluster.decodes
@@ -322,7 +323,7 @@ async def test_a_decode_node_takes_no_more_than_its_drafter_reads(
 
 
 async def test_lives_that_end_while_a_gateway_begins_are_no_error_of_it(small_model: Path) -> None:
-    """It waits for the pairs that there are to be warm; this one never will be."""
+    """The gateway waits for the existing pairs to be warm. This pair leaves before it is."""
     async with rig(small_model, *SMALL) as cluster:
         [own], fleet = cluster.decodes, cluster.gateway.fleet
         cluster.members.remove(own.spec.epoch_name)

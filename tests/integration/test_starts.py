@@ -1,5 +1,8 @@
-"""Starts that do not get on: ranks that stop as they load, compile or join are begun anew, a Ray
-where nobody is is told, and a signal ends every command in every phase."""
+"""Starts that make no progress.
+
+Ranks that stop while loading, compiling or joining are restarted. An address without a Ray is
+reported. A signal ends every command in every phase.
+"""
 
 import os
 import signal
@@ -35,7 +38,7 @@ GANG = ("prefill.dp_size=2", "decode.dp_size=2")
 
 
 def stopping(faults: Path, phase: str) -> dict[str, str]:
-    """The environment in which the first rank that comes to this phase stops itself."""
+    """Return the environment in which the first rank that reaches this phase stops itself."""
     (faults / f"{phase}.stop").touch()
     path = python_path(ROOT, ROOT / "tests" / "faults")
     return os.environ | {"FAULTS": str(faults), "PYTHONPATH": path}
@@ -53,7 +56,7 @@ def stopping(faults: Path, phase: str) -> dict[str, str]:
 def test_a_rank_that_stops_as_it_starts_is_begun_anew(
     tmp_path: Path, phase: str, sets: tuple[str, ...]
 ) -> None:
-    """And `serve` tells it while it waits."""
+    """`serve` reports the restart while it waits."""
     env = stopping(tmp_path, phase)
     if phase == "compiling":
         env["XDG_CACHE_HOME"] = str(tmp_path)
@@ -89,7 +92,7 @@ def begun(*args: str, env: dict[str, str] | None = None) -> Iterator["subprocess
 
 
 def ends_in_time(process: "subprocess.Popen[str]", within_s: float) -> None:
-    """After SIGTERM, with all that it began. Time is the subject."""
+    """The process ends after SIGTERM within ``within_s``, with everything that it started."""
     tree = descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
@@ -100,8 +103,8 @@ def ends_in_time(process: "subprocess.Popen[str]", within_s: float) -> None:
 
 @pytest.fixture
 def mute() -> Iterator[socket.socket]:
-    """Who takes connections, also at the outer address that Ray makes of a loopback one, and never
-    says anything."""
+    """A listener that accepts connections and never answers. It listens on all addresses, because
+    Ray replaces a loopback address by an outer one."""
     with socket.create_server(("", 0)) as listener:
         listener.settimeout(PATIENCE_S)
         yield listener

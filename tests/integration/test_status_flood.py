@@ -1,4 +1,4 @@
-"""GetStatus answers from heartbeats: however many clients call it, a rank answers one for all."""
+"""GetStatus is answered from heartbeats: a rank answers one heartbeat for any number of clients."""
 
 import asyncio
 from collections import Counter
@@ -24,7 +24,7 @@ NUM_CALLS = 200
 
 
 class Counted:
-    """A rank's control that counts calls by method."""
+    """Counts the calls of a rank's control connection by method."""
 
     def __init__(self, control: Control, asked: Counter[str]) -> None:
         self._control, self._asked = control, asked
@@ -35,8 +35,8 @@ class Counted:
 
 
 def count_questions(cluster: Rig) -> Counter[str]:
-    """Count control calls by method, heartbeats of decode ranks, and turns of engine threads that
-    somebody asks for."""
+    """Count control calls by method, heartbeats of decode ranks, and work posted to engine
+    threads."""
     asked = Counter[str]()
     for handle in cluster.gateway.fleet.ranks.values():
         handle.control = Counted(handle.control, asked)
@@ -74,8 +74,8 @@ async def test_many_calls_cost_a_rank_one_heartbeat_and_its_engine_nothing(
 async def test_a_status_tells_of_what_was_done_before_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Regular heartbeats are far away: a status brings the next one forward, but not sooner than
-    MIN_HEARTBEAT_PERIOD_S after the last."""
+    """Regular heartbeats are rare here. A status call brings the next heartbeat forward, to
+    MIN_HEARTBEAT_PERIOD_S after the last one at the earliest."""
     monkeypatch.setattr(fleets, "MAX_HEARTBEAT_PERIOD_S", 10 * PATIENCE_S)
     async with rig(TINY_MODEL, *SETS) as cluster:
         now = asyncio.get_running_loop().time
@@ -100,7 +100,7 @@ async def test_a_status_tells_of_what_was_done_before_it_was_asked_for(
 async def test_a_rank_that_answers_no_heartbeat_is_shown_without_figures(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for it beyond a bound, nor once it is lost."""
+    """A status call waits for the rank for a bounded time, and not at all once the rank is lost."""
     monkeypatch.setattr(handles, "STATUS_TIMEOUT_S", PATIENCE_S)
     async with rig(small_model, *SETS) as cluster:
         [decode] = cluster.decodes

@@ -34,7 +34,7 @@ async def client(server: Serving) -> AsyncIterator[AsyncClient]:
 
 
 def assert_idle(server: Serving) -> None:
-    """No row, page or lease is held once no request runs."""
+    """Check that no row, page or lease is held once no request runs."""
     with Client(server.address) as client:
 
         def is_idle() -> bool:
@@ -58,7 +58,8 @@ def prompts(num: int, min_len: int, max_len: int, seed: int) -> list[list[int]]:
 async def test_held_out_prompts_are_answered_exactly(
     server: Serving, client: AsyncClient, num_prompts: int
 ) -> None:
-    """Each at n = 0..3: transformers' greedy tokens under the margin rule."""
+    """Each prompt runs with n = 0..3 drafts and gives transformers' greedy tokens, except near
+    ties."""
     asked = prompts(num_prompts, 2, 200, seed=21)
     gate = asyncio.Semaphore(IN_FLIGHT)
 
@@ -134,7 +135,8 @@ async def test_dropped_calls_free_both_nodes(server: Serving, client: AsyncClien
 
 
 def test_ranks_of_a_ray_of_ones_own_give_way_to_nobody(server: Serving) -> None:
-    """Ray's workers are nice: beside one busy process of another's they would stand still."""
+    """Ray's workers run at low priority. Next to a busy process of another user they would
+    stall."""
     pid = server.process.pid
     ranks = actors(pid, "PrefillActor") + actors(pid, "DecodeActor")
     niceness = {os.getpriority(os.PRIO_PROCESS, rank) for rank in ranks}
@@ -197,7 +199,7 @@ def test_generate_without_a_server_starts_its_own_and_leaves_nothing() -> None:
 
 
 def test_sigterm_drains_running_streams_and_exits_zero(server: Serving) -> None:
-    """The last of this file: it ends the server of all the others."""
+    """This test must be the last of the file: it ends the server of all the others."""
     assert_idle(server)
     with Client(server.address) as client:
         stream = client.generate([0, 50, 51], max_tokens=120, ignore_eos=True)

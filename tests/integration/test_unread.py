@@ -1,4 +1,4 @@
-"""What a client does not read, and what it aborts too soon or twice, holds no row on any node."""
+"""Unread streams, early aborts and repeated aborts hold no row on any node."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ SETS = (
 )
 NAME = "unread"
 NUM_TOKENS = 700
-"""With log probabilities, far more bytes than the window of a client that does not read."""
+"""Length of an answer. Its log probabilities exceed the window of a client that does not read."""
 NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 4096))
 
 
@@ -155,7 +155,7 @@ async def test_a_second_end_while_the_first_unwinds_changes_nothing(
 
 
 async def go_on(at: Scene) -> None:
-    """All others finish, and nothing is left."""
+    """Check that all other requests finish and nothing is left."""
     at.prefill.open()
     at.decode.open()
     for stream in at.streams.values():
@@ -191,7 +191,7 @@ async def ask_without_reading(attacker: Connection, num: int) -> list[int]:
 async def test_trickling_readers_keep_nobody_out(
     small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They have all places for open streams, and read too little to be done soon."""
+    """The slow readers take all slots for open streams, and read too slowly to finish soon."""
     monkeypatch.setattr(gateway_module, "SPARE_STREAMS", 1)
     monkeypatch.setattr(admission, "STALLED_S", 0.1)
     async with (
@@ -217,7 +217,7 @@ async def test_trickling_readers_keep_nobody_out(
 async def test_a_reader_that_is_too_slow_is_ended_after_its_bound(
     small_model: Path,
 ) -> None:
-    """No piece waits for as long as the bound; all of them together do."""
+    """Each piece alone waits for less than the bound; all of them together exceed it."""
     async with (
         rig(small_model, *SETS, "server.write_timeout_s=2") as cluster,
         Server(cluster.config) as server,

@@ -1,5 +1,8 @@
-"""Another release beside this one: what does not fit is refused by name, and who asks goes over to
-it without a failed request."""
+"""A second release next to the current one.
+
+Incompatible parts are refused by name, and clients switch to the new release without a failed
+request.
+"""
 
 import re
 import shutil
@@ -33,7 +36,7 @@ CHANGES = {
     },
     "kv_transfer/layout.py": {"PROTOCOL = 9": "PROTOCOL = 10"},
 }
-"""One key is gone, another has come, and ranks say other messages to one another."""
+"""Edits of the next release: a key removed, a key added, and other messages between ranks."""
 EXACT = """
 model: {{dtype: float32}}
 prefill: {{node_group: prefill, num_threads: 1}}
@@ -44,7 +47,7 @@ KEY, OTHER = "parting_s", "another release"
 
 
 def next_release(folder: Path, *changed: str) -> Path:
-    """This one with the changes in these files."""
+    """Make a copy of this release with changes in these files."""
     for name in PRODUCT:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
@@ -64,7 +67,7 @@ def exact(num_decode: int) -> Deployed:
 
 
 def beside(it: Deployed) -> Deployed:
-    """As in a namespace of its own: its head has another address."""
+    """Rename the cluster, so that its head gets another address as in a separate namespace."""
     name = it.cluster["metadata"]["name"] = "next"
     [address] = [one for one in container(it.gateway_pod)["env"] if one["name"] == "RAY_ADDRESS"]
     address["value"] = f"{name}-head-svc:6379"
@@ -72,7 +75,7 @@ def beside(it: Deployed) -> Deployed:
 
 
 def begin(there: dict[str, Pod], it: Deployed, names: Sequence[str]) -> None:
-    """A head and workers."""
+    """Start a head and workers."""
     head, *workers = names
     begin_ray(there[head], it, it.cluster["spec"]["headGroupSpec"])
     for name in workers:
@@ -82,7 +85,7 @@ def begin(there: dict[str, Pod], it: Deployed, names: Sequence[str]) -> None:
 OLD = "head-old", "prefill-old", "decode-old", "decode-going"
 NEW = "head-new", "prefill-new", "decode-new"
 ODD = "door-odd", "decode-odd"
-"""Of the new release, in the old one's Ray."""
+"""Pods of the new release that join the old release's Ray."""
 
 
 def test_another_release_comes_in_under_load(tmp_path: Path) -> None:
@@ -115,7 +118,8 @@ def test_another_release_comes_in_under_load(tmp_path: Path) -> None:
 
 
 def test_ranks_that_say_other_messages_do_not_meet(tmp_path: Path) -> None:
-    """Of a release with the same keys: its gateway is never ready, its rank gets no requests."""
+    """The other release has the same keys. Its gateway never gets ready, and its rank gets no
+    requests."""
     release, it = next_release(tmp_path / "new", "kv_transfer/layout.py"), exact(2)
     with pods([*OLD, *ODD, "door-old", "client"], hosts_of(it, "head-old", "door-old")) as there:
         for name in ODD:
@@ -150,7 +154,7 @@ def status(client: Pod) -> str:
 
 
 def refused(pod: Pod, it: Deployed) -> str:
-    """What a gateway of the new release says to the old one's cluster."""
+    """Return the error of a new release's gateway that joins the old release's cluster."""
     assert start_gateway(pod, it).wait(120) != 0
     [line] = re.findall(r"^error: INVALID_ARGUMENT: .*", pod.log(), flags=re.M)
     return line

@@ -1,4 +1,4 @@
-"""Weights that change under their path, and answers that another model began: none is mixed."""
+"""Weights that change under their path, and answers started by another model: none are mixed."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ LONG = {"max_tokens": 900, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two checkpoints of the same shape."""
+    """Return two checkpoints of the same shape."""
     old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
     write_small(old)
     shutil.copytree(old, new, dirs_exist_ok=True)
@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def link(tmp_path: Path, folders: tuple[Path, Path]) -> Path:
-    """Where the cluster's checkpoint lies; the old one at first."""
+    """Return the link to the cluster's checkpoint, which points to the old one at first."""
     rigs._loaded.clear()
     path = tmp_path / "current"
     path.symlink_to(folders[0])
@@ -73,7 +73,7 @@ def request(name: str, num_tokens: int = NUM_TOKENS) -> Request:
 
 
 def reference(folder: Path, num_tokens: int = NUM_TOKENS) -> tuple[int, ...]:
-    """The answer of this checkpoint, by transformers."""
+    """Return the answer of this checkpoint, computed by transformers."""
     return tuple(tiny.reference_greedy(folder, list(PROMPT), num_tokens))
 
 
@@ -83,7 +83,7 @@ def digest_of(folder: Path) -> str:
 
 
 async def replace(cluster: Rig, kind: str) -> None:
-    """A rank dies; its next life loads what lies under the path now."""
+    """Kill a rank. Its next epoch loads the checkpoint that the link points to now."""
     ranks = cluster.prefills if kind == PREFILL else cluster.decodes
     dead = ranks.pop()
     cluster.members.remove(dead.spec.epoch_name)
@@ -102,7 +102,7 @@ async def moved(link: Path, folders: tuple[Path, Path]) -> AsyncIterator[Rig]:
 async def test_a_rank_of_other_weights_gets_no_request_and_ends_no_answer(
     moved: Rig, link: Path, folders: tuple[Path, Path]
 ) -> None:
-    """An answer that is being decoded goes on."""
+    """An answer that is being decoded continues."""
     wanted, (old, new) = reference(folders[0], 100), map(digest_of, folders)
     begun = moved.gateway.start_answers(request("begun", 100))
     answer = list[int]()
@@ -131,7 +131,8 @@ async def test_a_rank_of_other_weights_gets_no_request_and_ends_no_answer(
 async def test_a_gateway_refuses_a_cluster_that_has_become_another_model(
     moved: Rig, link: Path, folders: tuple[Path, Path]
 ) -> None:
-    """Its begun answers end by name, soon; a gateway that begins now serves the new model."""
+    """Its started answers soon end with a named error. A gateway started later serves the new
+    model."""
     old, new = map(digest_of, folders)
     begun = moved.gateway.start_answers(request("begun", 900))
     pieces = begun.pieces()
@@ -160,7 +161,7 @@ async def test_a_gateway_refuses_a_cluster_that_has_become_another_model(
 async def test_another_model_does_not_continue_a_begun_answer(
     folders: tuple[Path, Path],
 ) -> None:
-    """Two servers behind one address, as while a checkpoint is rolled out."""
+    """Two servers share an address, as during the rollout of a checkpoint."""
     rigs._loaded.clear()
     async with (
         rig(folders[0], *SERVER) as a,
@@ -202,7 +203,7 @@ def generated(address: str, retry_s: float = 60.0) -> tuple[int, ...]:
 
 
 def end_of(server: Serving, kind: str, number: int = 0) -> int:
-    """Kill the process of a rank; returns its id."""
+    """Kill the process of a rank; return its id."""
     pid = actors(server.process.pid, kind)[number]
     os.kill(pid, signal.SIGKILL)
     return pid
@@ -211,7 +212,8 @@ def end_of(server: Serving, kind: str, number: int = 0) -> int:
 def test_a_killed_rank_whose_link_has_moved_waits_and_status_says_why(
     link: Path, folders: tuple[Path, Path]
 ) -> None:
-    """Processes on a Ray. The other gang serves on; the link is put back and all is well."""
+    """Real processes on a Ray. The other gang keeps serving. Once the link is restored, all is
+    well."""
     wanted, digests = reference(folders[0]), [digest_of(folder) for folder in folders]
     sets = f"model.path={link}", "mode=colocated", "decode.replicas=2", "kv.num_pages=100"
     with serving(*sets) as server:
@@ -242,9 +244,11 @@ def test_a_killed_rank_whose_link_has_moved_waits_and_status_says_why(
 def test_weights_swapped_under_load_with_kills_mix_no_answer(
     link: Path, folders: tuple[Path, Path]
 ) -> None:
-    """A gang whose rank dies while the link is moved waits; if all ranks die the gateway refuses
-    what the new model would write. Every answer is the old model's, every such refusal names both
-    digests."""
+    """A gang whose rank dies while the link points elsewhere waits.
+
+    If all its ranks die, the gateway refuses to continue answers with the new model. Every answer
+    is the old model's, and every such refusal names both digests.
+    """
     wanted, digests = reference(folders[0]), [digest_of(folder) for folder in folders]
     sets = (
         f"model.path={link}",

@@ -1,4 +1,4 @@
-"""The wheel serves by itself: installed into an environment of its own, away from the tree."""
+"""The wheel serves by itself: installed into a separate environment, outside the tree."""
 
 import shutil
 import subprocess
@@ -17,7 +17,8 @@ PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def installed(folder: Path) -> Path:
-    """An environment with the wheel of this tree; only what it depends on is shared."""
+    """Return an environment with the wheel of this tree. Only the wheel's dependencies are
+    shared."""
     tree = folder / "tree"
     names = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""How long the parts of a hand-over's wire live: chunks, idle channels, earlier lives."""
+"""Lifetimes of the parts of a hand-over's transport: chunks, idle channels, earlier epochs."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ from tests.loopback import LoopbackChannels
 from tests.waiting import PATIENCE_S, turns, until
 
 WIRE_S = 0.5
-"""The channel's own deadline here: shorter than what must not fail a pull."""
+"""The channel's deadline in these tests, shorter than waits that must not fail a pull."""
 
 
 @asynccontextmanager
@@ -58,7 +58,7 @@ async def pull_and_check(world: World, num_tokens: int = 20, owner: str = "p0") 
 
 
 async def test_no_step_of_either_side_is_waited_for() -> None:
-    """Both engine threads stand in one all the time; what is copied is touched by neither."""
+    """Both engine threads are in a step all the time. Neither step touches the copied pages."""
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(40))
         pool = world.decode.pool
@@ -75,7 +75,7 @@ async def test_no_step_of_either_side_is_waited_for() -> None:
 
 
 async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> None:
-    """It asks for chunks that it does not receive: as many as it can have on their way."""
+    """The rank requests the maximum number of chunks in flight, and receives none."""
     async with prefill_rank(lease_s=PATIENCE_S) as prefill, AsyncExitStack() as stack:
         worlds = [await stack.enter_async_context(decode_rank(prefill)) for _ in range(3)]
         still, *others = worlds
@@ -110,7 +110,7 @@ async def test_a_decode_rank_that_stands_still_does_not_stop_the_others() -> Non
 
 
 async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_places() -> None:
-    """Were it stopped, others could still be pulled from."""
+    """If that rank stopped, pulls from other ranks would still work."""
     async with prefill_rank(lease_s=PATIENCE_S) as prefill, decode_rank(prefill) as world:
         await pull_and_check(world)
         offers = [offer(30) for _ in range(3)]
@@ -130,7 +130,7 @@ async def test_pulls_from_one_rank_hold_no_more_staging_than_their_link_has_plac
 
 
 def first_send_late(prefill: Prefill, *, answers: bool) -> Handler:
-    """The first one, or its answer, arrives when another one has been answered."""
+    """Delay the first send, or its reply, until another send has been answered."""
     others, num_sends = asyncio.Event(), 0
 
     async def handle(epoch: int, method: str, payload: bytes) -> bytes:
@@ -149,7 +149,8 @@ def first_send_late(prefill: Prefill, *, answers: bool) -> Handler:
 
 
 async def test_calls_that_overtake_one_another_bring_every_chunk() -> None:
-    """As they do where the first waits for a channel, which is there when the next one comes."""
+    """This happens when the first send waits for a channel that exists when the next one
+    arrives."""
     channel_factory = LoopbackChannels(DEADLINE_S)
     prefill = Prefill(channel_factory, lease_s=PATIENCE_S)
     async with world_over(first_send_late(prefill, answers=False), channel_factory) as world:
@@ -174,8 +175,8 @@ async def test_answers_in_another_order_end_the_channel_and_no_chunk_is_taken_fo
 
 @pytest.mark.parametrize("is_late", [False, True])
 async def test_a_send_that_comes_twice_sends_nothing_twice_and_harms_nobody(is_late: bool) -> None:
-    """What came a second time would be taken for the next one's. Gloo ends the process whose
-    receive is too small for it."""
+    """A repeated chunk would be taken for the next one. Gloo aborts a process whose receive buffer
+    is too small."""
     channel_factory = LoopbackChannels(DEADLINE_S)
     prefill, nonces = Prefill(channel_factory, lease_s=PATIENCE_S), set()
 
@@ -298,7 +299,7 @@ async def test_a_channel_is_idle_since_its_last_use_and_not_since_it_was_made(
 
 
 async def test_a_pull_that_is_cancelled_while_a_chunk_is_copied_ends_after_the_copy() -> None:
-    """Its pages are given to others when it ends."""
+    """The pages of the pull are reused as soon as it ends."""
     copying, may_copy = threading.Event(), threading.Event()
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         scatter = world.decode.caches.scatter
@@ -336,7 +337,7 @@ async def test_a_pull_that_waits_longer_than_a_channel_idles_goes_on() -> None:
 
 
 async def test_prefill_drops_the_channel_of_a_decode_rank_that_died() -> None:
-    """By its own clock: nobody hangs up."""
+    """No peer closes the channel; prefill's idle timeout does."""
     deadlines = replace(DEADLINES, idle_s=0.3)
     async with prefill_rank(deadlines) as prefill, decode_rank(prefill) as world:
         await pull_and_check(world)
@@ -363,7 +364,8 @@ async def test_a_later_life_of_a_decode_rank_replaces_its_channel() -> None:
 
 
 async def test_a_late_offer_of_an_earlier_life_leaves_the_link_to_the_later_one_alone() -> None:
-    """As a gateway makes it that is a snapshot behind: while the living life is pulled from."""
+    """Such an offer comes from a gateway with an outdated snapshot, during pulls from the later
+    epoch."""
     async with prefill_rank() as prefill, decode_rank(prefill) as world:
         await world.prefill(asked := offer(40))
         prefill.may_gather.clear()

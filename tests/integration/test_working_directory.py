@@ -1,4 +1,4 @@
-"""Commands and clients work in folders whose own files are named like parts of Tandem."""
+"""Commands and clients work in folders whose files are named like parts of Tandem."""
 
 import json
 import subprocess

@@ -1,5 +1,7 @@
-"""What a counter planted in the decode engine has to do. Run in the copy of the tree that has one,
-over the checkpoint in the folder that is given."""
+"""Checks for a counter that a patch added to the decode engine.
+
+Run it in the patched copy of the tree, with the folder of a checkpoint.
+"""
 
 import asyncio
 import sys
