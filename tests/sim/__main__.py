@@ -1,4 +1,4 @@
-"""A cluster in virtual time: one seed decides on its faults, and nothing may be lost by them."""
+"""Simulate a cluster in virtual time: the seed decides the faults, and no request may be lost."""
 
 import argparse
 import os
@@ -42,11 +42,11 @@ def main() -> None:
     if args.seed is None:
         many(range(args.first, args.first + args.seeds), args.jobs, args.stop)
     num_bad = sum(one(seed, args) for seed in args.seed)
-    os._exit(num_bad > 0)  # what was in the middle of something would go on, and complain
+    os._exit(num_bad > 0)  # skip cleanup: interrupted work would go on and raise errors
 
 
 def one(seed: int, args: argparse.Namespace) -> bool:
-    """Run ``seed`` and print all that can be told of it; return whether it failed."""
+    """Run ``seed`` and print its results; return whether it failed."""
     faults = args.fault or faults_of(seed)
     if args.shrink:
         faults = shortest(seed, faults)
@@ -80,7 +80,7 @@ def many(seeds: range, num_jobs: int, stops: bool) -> None:
                 tell(result)
                 if stops:
                     for process in active_children():
-                        process.kill()  # in the middle of seeds that nobody wants any more
+                        process.kill()  # their seeds are no longer needed
                     os._exit(1)
     per_s = len(seeds) / (time.perf_counter() - began_at)
     print(f"{len(seeds)} seeds, {num_bad} with failures, {per_s:.2f} a second")
@@ -90,7 +90,7 @@ def many(seeds: range, num_jobs: int, stops: bool) -> None:
 
 
 def tell(result: Result) -> None:
-    """What failed, at which commit."""
+    """Print the seed's failures and the commit."""
     told = [f"seed {result.seed}, trace {result.trace}"]
     if result.failures:
         asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]

@@ -1,4 +1,4 @@
-"""Ray's actors as processes, and calls to them as messages that arrive, later or never."""
+"""Ray's actors as simulated processes. Calls to them are messages that may be late or lost."""
 
 import asyncio
 import inspect
@@ -18,7 +18,7 @@ START_S, NOTICE_S, LOST_S, KILL_STOPPED_S = 0.4, 0.05, 15.0, 5.0
 
 
 class TaskFailed(RayError):
-    """What an actor's method raised."""
+    """An actor's method raised."""
 
 
 class Died(ActorDiedError):
@@ -48,7 +48,7 @@ class Machine:
 
 @dataclass(eq=False)
 class Actor:
-    """``calls`` under way are those that its death fails, or, if it is started again, repeats."""
+    """A simulated actor. Its death fails the pending ``calls``; a restart repeats them."""
 
     ray: "FakeRay"
     cls: type
@@ -78,7 +78,7 @@ class Actor:
         process.call(self._construct)
 
     def _construct(self) -> None:
-        """Ray does not restart an actor whose construction raises."""
+        """Run the actor's constructor. If it raises, Ray does not restart the actor."""
         try:
             self.instance = self.cls(*self.given)
         except RayError as error:
@@ -90,7 +90,7 @@ class Actor:
             call.arrive()
 
     def _died(self, process: Process) -> None:
-        """Ray notices."""
+        """Let Ray notice the death of the actor's process."""
         self.instance = None
         after_s = LOST_S if process.is_gone else NOTICE_S
         self.ray.told("dead", self.name)
@@ -105,7 +105,7 @@ class Actor:
             call.fail(Died(f"{self.name}: the actor is dead"))
 
     def kill(self) -> None:
-        """As ray.kill does it: a stopped process takes its raylet a while."""
+        """Kill the actor like ray.kill. If its process is stopped, that takes longer."""
         if self.process is None:
             self.is_dead = True
         elif self.process.is_alive:
@@ -119,7 +119,7 @@ class Actor:
 
 @dataclass(eq=False)
 class Call:
-    """One, from a process that awaits ``answer``. If it ``is_dropped`` that gets lost."""
+    """A call of a process that awaits ``answer``. If it ``is_dropped``, the answer is lost."""
 
     actor: Actor
     method: str
@@ -133,7 +133,7 @@ class Call:
         self.actor.ray.later(after_s, self.arrive)
 
     def arrive(self) -> None:
-        """Once no cut is in the way."""
+        """Deliver the call once the two machines are not cut off from each other."""
         actor = self.actor
         if self._is_cut(self.caller, actor.process):
             actor.ray.later(AGAIN_S, self.arrive)
@@ -183,7 +183,7 @@ class Call:
             self.answer.set_result(result)
         else:
             self.answer.set_exception(error)
-            self.answer.exception()  # nobody may ask for it
+            self.answer.exception()  # marks it as retrieved, because the caller may be gone
 
 
 @dataclass(eq=False)

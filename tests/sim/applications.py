@@ -1,4 +1,4 @@
-"""Applications that use the typed client: what they do with the errors that it raises."""
+"""Applications that use the typed client, and their reactions to its errors."""
 
 import math
 import random
@@ -21,7 +21,7 @@ REFUSED, ELSEWHERE = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_
 
 @dataclass(eq=False)
 class Answer:
-    """What has come of one of the answers."""
+    """Output received for one answer of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -29,8 +29,11 @@ class Answer:
 
 
 class Application(Client):
-    """Sends one request until it is answered, as an application does that knows the typed client's
-    errors. Any other error, or one without its cause, is wrong."""
+    """Sends one request until it is answered, handling the typed client's errors like an
+    application.
+
+    An undocumented error, or one that no fault explains, is reported as a failure.
+    """
 
     def __init__(self, number: int, order: Order, world: World, draw: random.Random) -> None:
         self.number, self.order, self._num_sent = number, order, 0
@@ -40,7 +43,8 @@ class Application(Client):
         self.answers: dict[int, Answer] = defaultdict(Answer)
 
     def pause_after(self, failure: InferenceError | None) -> float:
-        """Return the pause before its next stream. Raises what it cannot act on."""
+        """Return the pause before the next stream. Raises an error that the application cannot
+        handle."""
         self._failing_since = min(self._failing_since, self._world.loop.time())
         try:
             return super().pause_after(failure)
@@ -48,7 +52,7 @@ class Application(Client):
             return self._act_on(error)
 
     def take(self, response: pb.GenerateResponse) -> str:
-        """Take in a message; return what is wrong with it, "" if nothing is."""
+        """Process a message; return the description of a fault in it, or ""."""
         piece = self.plan.receive(response)
         self.model, self._failing_since = self.model or response.model, math.inf
         answer = self.answers[piece.index]
@@ -77,8 +81,8 @@ class Application(Client):
         return "" if is_right else f"got {answer} of index {index}, right is {right}"
 
     def _act_on(self, error: InferenceError) -> float:
-        """Send the request anew, with the tokens of a single answer unless another model wrote
-        them."""
+        """Send the request again. A single answer resumes with its tokens, unless another model
+        wrote them."""
         has_begun = any(answer.token_ids for answer in self.answers.values())
         is_single, can_resume = self.order.num_answers == 1, bool(error.token_ids)
         pause_s = self._draw.uniform(1.0, 2.0)
@@ -97,8 +101,11 @@ class Application(Client):
         return pause_s
 
     def _may_give_up(self, has_begun: bool) -> bool:
-        """Whether UNAVAILABLE may reach an application: several answers had begun, or the cluster
-        has not been well for as long as the typed client tries again."""
+        """Whether UNAVAILABLE may reach an application.
+
+        It may if several answers had started, or if the cluster was not healthy for as long as the
+        typed client retries.
+        """
         several = has_begun and self.order.num_answers > 1
         return several or self._world.loop.time() - self._world.well_since < RETRY_S
 
@@ -112,7 +119,8 @@ class Application(Client):
         self.plan = self._plan(resumed)
 
     def _plan(self, resumed: dict[str, Any]) -> StreamPlan:
-        """A stream's name is its own: the one before may still be open somewhere."""
+        """Return a stream with a new name: the previous stream may still be open at some
+        gateway."""
         self._num_sent += 1
         name = {"request_id": f"r{self.number}-{self._num_sent}"}
         options: Any = self.order.options | resumed | name

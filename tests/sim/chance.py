@@ -1,4 +1,4 @@
-"""All that is drawn, from one seed: the cluster's own nonces and pauses as well as what happens."""
+"""All randomness from one seed, for the cluster's nonces and pauses as well as for the faults."""
 
 import random
 import secrets
@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 @contextmanager
 def patched(draw: random.Random) -> Iterator[None]:
-    """The standard library draws from it in here."""
+    """Make the standard library draw from ``draw`` during the block."""
     changes: list[tuple[Any, str, Any]] = [
         (secrets, "randbits", draw.getrandbits),
         (secrets, "token_bytes", lambda num=32: draw.randbytes(num)),

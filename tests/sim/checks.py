@@ -1,4 +1,4 @@
-"""What may never be. Processes are in the middle of nothing but what they wait for."""
+"""Invariants of the cluster. They are checked while processes run no code and only wait."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,22 +15,31 @@ from tests.sim.world import Gateway, World
 
 ANSWER_S, STILL_S = 60.0, 5.0
 SLACK_S, LOOSE_S = 8.0, 2.0
-"""Beyond a lease, within which what nobody knows of has to be gone: sweeps, beats and, where links
-are slow, the end of a copy; an engine that has failed waits to be told to leave. Within which
-what has lost its pages ends to be pulled."""
+"""Grace periods in seconds.
+
+``SLACK_S`` is added to a lease, within which state unknown to all gateways must be released. It
+covers sweeps, heartbeats, slow copies, and the leaving of a failed engine. ``LOOSE_S`` bounds the
+time until a pull that lost its pages ends.
+"""
 
 
 @dataclass
 class Checks:
-    """Of one world; ``_orphans`` are held somewhere and known to no gateway, since when, ``_loose``
-    ones arrive and are not held."""
+    """Checks of one world.
+
+    Attributes:
+        _orphans: Sequences held on a rank and known to no gateway, with the time of discovery.
+        _loose: Sequences that arrive on a rank which does not hold them, with the time of
+            discovery.
+    """
 
     world: World
     _orphans: dict[tuple[str, Identity], float] = field(default_factory=dict)
     _loose: dict[tuple[str, Identity], float] = field(default_factory=dict)
 
     def look(self) -> None:
-        """Every second and at every fault: integrity, nothing held in two places or for nobody."""
+        """Check that no sequence is on two decode ranks or unknown to all gateways, and check
+        ranks. Runs every second and at every fault."""
         now, world = self.world.loop.time(), self.world
         held_by: dict[Identity, str] = {}
         orphans, watches, loose = {}, {}, {}
@@ -55,14 +64,15 @@ class Checks:
                 world.wrong(f"{name} pulls {identity} since {since:.3f} to pages that are free")
         for (name, identity), since in orphans.items():
             most_s, watch = world.config.kv_transfer.lease_s, watches[name]
-            # Only the engine lets go, and it may have waited for a stopped rank since then.
+            # Only the engine releases sequences, and it may have waited for a stopped rank since
+            # then.
             if watch._turn_started_at is not None and watch._turn_started_at <= since + most_s:
                 most_s = max(most_s, watch._turn_started_at - since + watch.stall_threshold_s)
             if now - since > most_s + SLACK_S + world.wires.most_extra_s:
                 world.wrong(f"{name} holds {identity} for nobody since {since:.3f}")
 
     def is_whole(self) -> str:
-        """What is missing to a cluster at rest, "" if nothing is."""
+        """Return the first thing that an idle cluster lacks or still holds, or ""."""
         controller = self.world.ray.actors.get(CONTROLLER)
         if controller is None or controller.instance is None:
             return "there is no controller"
@@ -102,7 +112,7 @@ class Checks:
         return ""
 
     def _left_at(self, one: Gateway) -> str:
-        """What a gateway still holds of answers that have ended."""
+        """Return what a gateway still holds of answers that have ended."""
         assert one.gateway is not None and one.admission is not None
         if num := len(one.admission._streams) or sum(map(len, one.gateway.open_answers)):
             return f"{num} open streams"
@@ -116,8 +126,10 @@ class Checks:
         return ""
 
     async def all_pairs_work(self) -> None:
-        """For each gateway, by a request of its own, once nothing is left of the last fault. Who
-        meets half of a channel, which no word had to tell of, finds a whole one next."""
+        """Send a request over each pair of each gateway, once the last fault's effects are over.
+
+        A request that meets a half-open channel may fail; the next one gets a new channel.
+        """
         await asyncio.sleep(STILL_S)  # time: virtual
         for one in self.world.gateways:
             assert one.gateway is not None
@@ -128,7 +140,7 @@ class Checks:
                     self.world.wrong(f"{names} do not work together: {failure!r}")
 
     async def _together(self, one: Gateway, pair: Any) -> Exception | None:
-        """Why these do not."""
+        """Return the error of a request over this pair; None if there is none."""
         assert one.gateway is not None
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -138,7 +150,7 @@ class Checks:
         return None
 
     def ranks(self) -> Iterator[tuple[str, Any]]:
-        """That live and are not stopped."""
+        """Yield the ranks that are alive and not stopped."""
         for actor in self.world.ray.actors.values():
             process, shell = actor.process, actor.instance
             if process is None or not process.is_alive or process.is_stopped:
@@ -157,7 +169,7 @@ class Checks:
         return [] if rank.spec.kind == PREFILL else [*rank.kv_receiver._links.values()]
 
     def _known(self) -> set[Identity]:
-        """To gateways that live, whether they go on or not."""
+        """Return the sequences known to live gateways, including stopped gateways."""
         known: set[Identity] = set()
         for one in self.world.gateways:
             if one.process.is_alive and one.gateway is not None:

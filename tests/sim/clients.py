@@ -1,5 +1,7 @@
-"""Who asks: typed clients' own streams (cluster/client/stream.py) over messages of the product, but
-for gRPC between them and a gateway's admission."""
+"""Clients that send requests through the typed client's streams (cluster/client/stream.py).
+
+Messages and admission are the product's. Only gRPC between client and gateway is left out.
+"""
 
 import asyncio
 import math
@@ -25,16 +27,19 @@ from tests.sim.readers import Reader
 from tests.sim.world import Gateway, World
 
 RETRY_S, BACKOFF_S = 60.0, 0.2
-"""A typed client's defaults."""
+"""Defaults of the typed client."""
 HOP_S = 0.001
 LEAVE, STAY_S = 0.2, 3.0
-"""How many go away before they have all, and after how long at most."""
+"""Share of clients that disconnect early, and the maximum time until they do."""
 
 
 @dataclass(eq=False)
 class Client:
-    """One request; its ``right`` answer, and what of it has come. It goes away after ``stays_s``:
-    its stream is ``over`` then, and what serves it is told to ``cancel``."""
+    """One request with its ``right`` answer and the tokens received so far.
+
+    The client disconnects after ``stays_s``. Its stream is then ``over``, and ``cancel`` ends the
+    serving of it.
+    """
 
     number: int
     plan: StreamPlan
@@ -54,11 +59,12 @@ class Client:
         return self.plan.is_done or self.has_left
 
     def pause_after(self, failure: InferenceError | None) -> float:
-        """Return the pause before its next stream. Raises what it cannot act on."""
+        """Return the pause before the next stream. Raises an error that the client cannot
+        handle."""
         return self.plan.pause_after(failure)
 
     def take(self, response: pb.GenerateResponse) -> str:
-        """Take in a message; return what is wrong with it, "" if nothing is."""
+        """Process a message; return the description of a fault in it, or ""."""
         piece = self.plan.receive(response)
         if isinstance(piece, Delta):
             self.token_ids += piece.token_ids
@@ -66,14 +72,14 @@ class Client:
         return "" if tuple(self.token_ids) == right else f"got {self.token_ids}, right is {right}"
 
     def end(self, failure: InferenceError | None) -> None:
-        """Its stream."""
+        """End the client's current stream."""
         if self.over is not None and not self.over.done():
             self.over.set_result(failure)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A stream's first message, as StreamPlan.start_call sends it."""
+    """First message of a stream, as StreamPlan.start_call sends it."""
 
     message: pb.GenerateRequest
     metadata: dict[str, str]
@@ -84,7 +90,7 @@ class Sent:
 
 
 class Clients:
-    """Of one world."""
+    """All clients of one world."""
 
     def __init__(self, world: World, draw: random.Random) -> None:
         self._world, self.draw = world, draw
@@ -107,7 +113,7 @@ class Clients:
         return client
 
     def add(self, client: Client, may_leave: bool) -> None:
-        """Note one that is to begin."""
+        """Add a client that is to start."""
         if may_leave and self.draw.random() < LEAVE:
             client.stays_s = self.draw.uniform(0.0, STAY_S)
         self.all.append(client)
@@ -120,7 +126,7 @@ class Clients:
             process.call(self._leave, client, after_s=client.stays_s)
 
     def _leave(self, client: Client) -> None:
-        """As a gateway is told of it: what serves the stream is cancelled."""
+        """Disconnect. The gateway notices, which cancels the serving of the stream."""
         if client.is_done:
             return
         client.has_left = True
@@ -130,8 +136,11 @@ class Clients:
         client.end(None)
 
     async def _follow(self, client: Client, process: Process) -> None:
-        """To any gateway that is there, until the answer is whole. What a client would be told as
-        an error is wrong: every fault here can be borne."""
+        """Send the request to gateways until its answer is complete.
+
+        An error that would reach the user is a failure, because a client must survive all faults
+        used here.
+        """
         while not client.is_done:
             ready = [one for one in self._world.gateways if one.admission and one.process.is_alive]
             if not ready:
@@ -152,7 +161,7 @@ class Clients:
     async def stream(
         self, client: Client, process: Process, gateway: Gateway
     ) -> InferenceError | None:
-        """One try; why it broke."""
+        """Try one stream; return the error that ended it, or None."""
         over = client.over = asyncio.get_running_loop().create_future()
         sent: Any = client.plan.start_call(Sent)  # type: ignore[arg-type]
 

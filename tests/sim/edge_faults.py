@@ -1,4 +1,4 @@
-"""What goes wrong at the edges: a pair of ranks, an operator's change, hostile clients."""
+"""Faults at the edges of a cluster: unreachable pairs, operators' changes, hostile clients."""
 
 import asyncio
 import random
@@ -23,14 +23,14 @@ from tests.sim.service import Service
 from tests.sim.world import World
 
 PARTED = 3.0
-"""How much longer than other faults two ranks cannot reach each other."""
+"""Duration of a cut between two ranks, divided by that of other faults."""
 LIFE_S = 0.05, 0.5
-"""How long a rank lives that dies again and again."""
+"""Lifetime range of a rank in a crash loop."""
 NUM_EXPERTS = 4
 
 
 class EdgeFaults(Faults):
-    """Those of seeds from EDGES on, beside all others."""
+    """All faults of ``Faults``, and those of seeds from EDGES on."""
 
     def __init__(
         self, world: World, draw: random.Random, service: Service, hostile: HostileClients
@@ -43,7 +43,7 @@ class EdgeFaults(Faults):
         self._odd_gateways: list[Process] = []
 
     def apply(self, fault: Fault) -> None:
-        """Do it, and note how long the cluster may not be well for it."""
+        """Apply the fault, and record how long the cluster may be unhealthy because of it."""
         super().apply(fault)
         if fault.kind in LASTING:
             is_parted = fault.kind == "part pair"
@@ -51,7 +51,7 @@ class EdgeFaults(Faults):
             self._service.disturbed(self.world.loop.time() + lasts_s, is_parted)
 
     def end(self) -> None:
-        """Let nothing be wrong from now on. An operator puts back the weights that ranks hold."""
+        """End all faults. An operator restores the weights that ranks hold."""
         super().end()
         self._crashes_until, self._is_over = 0.0, True
         self._odd_gateways.clear()
@@ -61,7 +61,8 @@ class EdgeFaults(Faults):
         self.world.loads.weights = held or self.world.loads.weights
 
     def watch(self) -> None:
-        """Restart gateways whose model or config is not the cluster's, as their logs ask for."""
+        """Restart gateways whose model or config differs from the cluster's, as their logs
+        advise."""
         snapshot = self._service.snapshot()
         if not snapshot.ready():
             return
@@ -74,7 +75,7 @@ class EdgeFaults(Faults):
                 self.world.told("operator restarts", one.name)
                 self._end_gateway(one)
 
-    # Faults of ranks and gateways.
+    # Faults of ranks and gateways
 
     def _fail_arrival(self, fault: Fault) -> str:
         decodes = self._ranks_of("decode")
@@ -87,7 +88,7 @@ class EdgeFaults(Faults):
         return f"{name}: {error!r}"
 
     def _odd_error(self, fault: Fault) -> str:
-        """The next question of a gateway for the membership raises what no code expects."""
+        """Make the next membership call of a gateway raise an unexpected error."""
         gateways = [one for one in self.world.gateways if one.is_serving]
         if not gateways:
             return ""
@@ -101,7 +102,7 @@ class EdgeFaults(Faults):
         return RuntimeError("cannot schedule new futures after shutdown")
 
     def _part_pair(self, fault: Fault) -> str:
-        """A decode and a prefill rank do not reach each other; a gateway begins meanwhile."""
+        """Cut a decode rank off from a prefill rank, and restart a gateway during that time."""
         decodes, prefills = self._ranks_of("decode"), self._ranks_of("prefill")
         if not (decodes and prefills):
             return ""
@@ -119,7 +120,7 @@ class EdgeFaults(Faults):
         return [rank for rank in self._actors() if rank.name.startswith(kind)]
 
     def _crash_loop(self, fault: Fault) -> str:
-        """Every rank dies as soon as it lives, for so long."""
+        """Kill every rank soon after it starts, for ``fault.for_s`` seconds."""
         self._crashes_until = self.world.loop.time() + fault.for_s
         for rank in self._actors():
             self._die_soon(rank)
@@ -133,7 +134,7 @@ class EdgeFaults(Faults):
         assert rank.process is not None
         self._later_passes(self._draw.uniform(*LIFE_S), rank.process.kill)
 
-    # What an operator does.
+    # Actions of an operator
 
     def _move_link(self, fault: Fault) -> str:
         self.world.loads.weights = OTHER_WEIGHTS
@@ -145,7 +146,7 @@ class EdgeFaults(Faults):
             self.world.loads.weights = WEIGHTS
 
     def _rebalance(self, fault: Fault) -> str:
-        """As ``tandem rebalance`` has it, for counts that no simulated rank has."""
+        """Rebalance like ``tandem rebalance``, with token counts that no simulated rank has."""
         for one in self._actors(is_rank=False):
             gangs = one.instance._gangs if one.instance is not None else {}
             ready = [supervisor for supervisor in gangs.values() if supervisor.gang.state == READY]
@@ -176,7 +177,7 @@ class EdgeFaults(Faults):
         return "a second serve"
 
     async def _attach_other(self) -> None:
-        """What joins is refused, unless nothing is left of the cluster."""
+        """Attach with another config. It is refused unless nothing is left of the cluster."""
         world = self.world
         try:
             await RayMembers.attach(other := world.other_config())
@@ -190,7 +191,7 @@ class EdgeFaults(Faults):
         return "another checkpoint"
 
     async def _serve_other(self) -> None:
-        """``tandem stop``, then ``tandem serve`` with another config."""
+        """Run ``tandem stop``, then ``tandem serve`` with another config."""
         world = self.world
         other = world.other_config()
         while world.config is not other:
@@ -208,7 +209,7 @@ class EdgeFaults(Faults):
         for gateway in self.world.gateways:
             self._later_passes(0.0, partial(self._end_gateway, gateway))
 
-    # Hostile clients.
+    # Hostile clients
 
     def _trickle(self, fault: Fault) -> str:
         self._hostile.trickle(fault.for_s)

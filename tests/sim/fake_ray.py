@@ -1,6 +1,6 @@
-"""What the controller and the gateways ask of Ray, over simulated machines and processes.
+"""The part of Ray's API that the controller and gateways use, over simulated machines.
 
-A machine that is lost is known to be only after LOST_S; a controller is started again.
+The loss of a machine becomes known only after LOST_S. A controller that dies is restarted.
 """
 
 import asyncio
@@ -22,8 +22,11 @@ from tests.sim.threads import Threads
 
 @dataclass(eq=False)
 class Group:
-    """A placement group; ``machines`` are those of its bundles, none while there is no room, None
-    for one whose machine is lost until there is room elsewhere."""
+    """A placement group.
+
+    ``machines`` has the machine of each bundle and is empty while they do not fit. An entry is None
+    after its machine was lost, until the bundle fits elsewhere.
+    """
 
     name: str
     bundles: list[dict[str, float]]
@@ -36,7 +39,7 @@ class Group:
         return len(self.bundles)
 
     def wait(self, timeout_s: float) -> bool:
-        """Blocks its thread."""
+        """Wait until the group is placed; blocks its thread."""
         for _ in range(int(timeout_s)):
             if self.ray.place(self):
                 return True
@@ -46,7 +49,7 @@ class Group:
 
 @dataclass(eq=False)
 class Trouble:
-    """What happens to one call: nothing."""
+    """Faults of one call; by default there are none."""
 
     before_s: float = 0.0
     is_refused: bool = False
@@ -55,9 +58,12 @@ class Trouble:
 
 
 class FakeRay:
-    """Of one cluster. ``told`` hears of processes and calls; ``trouble`` decides about each of
-    these, ``fails`` whether what is asked of Ray itself raises now; ``on_kill`` is told of whom Ray
-    kills that lives."""
+    """Ray of one cluster.
+
+    ``told`` records events of processes and calls. ``trouble`` chooses the faults of each call, and
+    ``fails`` says whether requests to Ray itself raise now. ``on_kill`` is called when Ray kills a
+    live actor.
+    """
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class FakeRay:
         self.on_kill: Callable[[str], None] = lambda name: None
         self.on_call: Callable[[Process | None, Actor, str], None] = lambda *called: None
         self.constructs_fail = False
-        """Whether an actor that is constructed may find that Ray does not answer."""
+        """Whether constructing an actor may fail because Ray does not answer."""
         self.odd_error: Callable[[Process | None, str], Exception | None] = lambda *called: None
         self._process = Process(loop, "ray")
         self.util = SimpleNamespace(
@@ -85,14 +91,14 @@ class FakeRay:
         )
 
     def later(self, after_s: float, function: Callable[..., Any], *given: Any) -> None:
-        """Of Ray's own, which no fault stops."""
+        """Call a function later in Ray's process, which no fault stops."""
         self._process.call(function, *given, after_s=after_s)
 
     def _answers(self) -> None:
         if self.fails():
             raise RayError("the GCS does not answer")
 
-    # What is asked of Ray itself.
+    # Requests to Ray itself
 
     def get_actor(self, name: str, namespace: str = "") -> Handle:
         self._answers()
@@ -137,11 +143,11 @@ class FakeRay:
         return {one.name: {"CPU": one.num_cpus - one.used} for one in self.machines}
 
     def get(self, told: Callable[[], Any], timeout: float = 0.0) -> Any:
-        """Of a task that ran elsewhere."""
+        """Return the result of a task that ran in another process."""
         self.threads.sleep(self.draw.uniform(0.01, 0.3))  # time: virtual
         return told()
 
-    # Placement groups.
+    # Placement groups
 
     def placement_group(
         self,
@@ -151,7 +157,7 @@ class FakeRay:
         lifetime: str,
         bundle_label_selector: list[dict[str, str]],
     ) -> Group:
-        """No machine here has a label."""
+        """Create a placement group. No simulated machine has labels."""
         self._answers()
         assert not any(bundle_label_selector)
         group = self.groups[name] = Group(name, bundles, self)
@@ -175,11 +181,11 @@ class FakeRay:
                 actor.kill()
 
     def _open(self) -> list[Machine]:
-        """Machines on which something may be placed."""
+        """Return the machines on which something may be placed."""
         return [one for one in self.machines if not (one.is_known_lost or one.is_draining)]
 
     def place(self, group: Group) -> bool:
-        """On as few machines as may be."""
+        """Place the group on the minimum number of machines."""
         if group.machines or group.is_removed:
             return bool(group.machines)
         want = sum(bundle["CPU"] for bundle in group.bundles)
@@ -227,7 +233,7 @@ class FakeRay:
         alive = [actor for actor in self.actors.values() if not actor.is_dead]
         return [{"namespace": "tandem", "name": actor.name} for actor in alive]
 
-    # Actors and their calls.
+    # Actors and their calls
 
     def _make(self, what: Any, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if not isinstance(what, type):
@@ -266,10 +272,10 @@ class FakeRay:
             )
         return answer
 
-    # Machines.
+    # Machines
 
     def lose(self, machine: Machine) -> None:
-        """All at once, without a word."""
+        """Lose a machine and all its processes at once, without any notification."""
         machine.is_alive = False
         for actor in self.actors.values():
             if actor.machine is machine and actor.process is not None:
@@ -284,7 +290,7 @@ class FakeRay:
         self.later(LOST_S, known)
 
     def _move(self) -> None:
-        """Bundles of lost machines to where there is room."""
+        """Move bundles of lost machines to machines with free CPUs."""
         for group in self.groups.values():
             homeless = [i for i, one in enumerate(group.machines) if one is None]
             for i in homeless:
@@ -298,7 +304,7 @@ class FakeRay:
             self.later(1.0, self._move)
 
     def patched(self) -> list[Any]:
-        """Patches of the modules that ask Ray."""
+        """Return patches of the modules that use Ray."""
         strategies = SimpleNamespace(
             PlacementGroupSchedulingStrategy=lambda group, index: SimpleNamespace(
                 group=group, index=index

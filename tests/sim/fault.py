@@ -1,4 +1,4 @@
-"""What goes wrong in a seed, and when: a list that is drawn once, so that it can be cut down."""
+"""The faults of a seed and their times: a list that is drawn once, so that it can be shortened."""
 
 import random
 from dataclasses import dataclass
@@ -6,8 +6,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """``at`` so many seconds; ``number`` chooses among what there is then; ``for_s`` is how long it
-    lasts. As text it is what ``--fault`` takes."""
+    """A fault in the form that ``--fault`` takes as text.
+
+    Attributes:
+        at: Time in seconds.
+        number: Chooses among the targets that exist at that time.
+        for_s: Duration in seconds.
+    """
 
     at: float
     kind: str
@@ -19,7 +24,7 @@ class Fault:
 
     @classmethod
     def of(cls, text: str) -> "Fault":
-        """Raises ValueError for what is no fault."""
+        """Parse a fault. Raises ValueError for an unknown kind or a malformed text."""
         at, kind, number, for_s = text.split(",")
         if kind not in ALL_KINDS:
             raise ValueError(f"{kind!r} is no fault; use one of {', '.join(ALL_KINDS)}")
@@ -43,11 +48,11 @@ KINDS = {
     "drain": 2,
     "clock back": 1,
 }
-"""How often each is drawn."""
+"""Weight of each kind when faults are drawn."""
 RUSH_KINDS = {"slow wire": 3, "reset": 3, "reset in call": 2, "die in call": 4}
-"""Drawn, too, where clients come in rushes."""
+"""Additional kinds for seeds whose requests come in rushes."""
 EDGE_KINDS = {"fail arrival": 2, "odd error": 1, "part pair": 3, "rebalance": 2}
-"""Drawn, too, where gateways have little room."""
+"""Additional kinds for seeds whose gateways have little capacity."""
 OPERATOR_KINDS = {
     "other config": 3,
     "crash loop": 3,
@@ -58,7 +63,7 @@ OPERATOR_KINDS = {
     "kill gateway": 1,
     "kill controller": 1,
 }
-"""Drawn where an operator changes config or checkpoint."""
+"""Kinds drawn when an operator changes config or checkpoint."""
 PARTIAL_KINDS = {
     "part pair": 3,
     "rebalance": 3,
@@ -67,25 +72,25 @@ PARTIAL_KINDS = {
     "fail arrival": 1,
     "odd error": 1,
 }
-"""Drawn where most of the cluster works after each fault."""
+"""Kinds drawn when most of the cluster works after each fault."""
 HOSTILE_KINDS = {"trickle": 2, "half read": 1, "long texts": 2, "claims": 2}
-"""Drawn where clients are hostile: by which of them honest clients might be harmed."""
+"""Kinds drawn when clients are hostile: clients that might harm well-behaved ones."""
 ALL_KINDS = tuple(KINDS | RUSH_KINDS | EDGE_KINDS | OPERATOR_KINDS | HOSTILE_KINDS)
 LASTING = (
     *("stop rank", "stop gateway", "lose machine", "drain machine", "lose calls", "cut"),
     *("lose head", "slow rank", "slow wire", "part pair", "crash loop", "move link", "roll out"),
 )
-"""Kinds of which a cluster may not be well for as long as they last."""
+"""Kinds during which the cluster may be unhealthy."""
 FAILS_STEP = "fail step", "fail arrival"
-"""Kinds of which a seed has one at most: a request that is in two failing steps may be refused."""
+"""Kinds that a seed has at most once: a request that is in two failing steps may be refused."""
 OWN = "kill rank", "kill gateway", "kill controller", "late machine", "clock back", "fail step"
-"""These touch one process or none: where there are no others nobody else's may end."""
+"""Kinds that touch at most one process. If a seed has only these, no other process may end."""
 RUSH_OWN = *OWN, "lose head", "slow wire", "reset in call", "die in call"
-"""As these, where clients come in rushes."""
+"""The same for seeds whose requests come in rushes."""
 EDGE_OWN = "fail arrival", "odd error"
-"""As these, where gateways have little room."""
+"""The same for seeds whose gateways have little capacity."""
 CLOSE, CLOSE_S = 0.4, 3.0
-"""How many come soon after another, and how soon."""
+"""Share of faults that follow another one soon, and the maximum distance in seconds."""
 
 
 def drawn(

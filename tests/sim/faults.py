@@ -1,4 +1,4 @@
-"""What each fault does to a world."""
+"""The effect of each fault on a world."""
 
 import asyncio
 import random
@@ -32,16 +32,16 @@ CALLS = (
         "report",
     ),
 )
-"""In which somebody may die."""
+"""Calls during which the caller or the receiver may die."""
 BREAKING = "connect", "pull", "send", "checksums", "renew", "release", "close_channel"
-"""Calls from decode to prefill in which their connection may break."""
+"""Calls from decode to prefill during which their connection may break."""
 SLOW_S, COPY_S, GATEWAY_S, CALL_S, REACH_S = 6.0, 12.0, 2.0, 0.01, 0.0031
 CHANCES = {"refused": 0.04, "unanswered": 0.04, "doubled": 0.04, "slow": 0.1}
-"""Of a call while there is trouble."""
+"""Probability of each fault of a call while calls are disturbed."""
 
 
 class Faults:
-    """Applies them to a world, each in a step of its own."""
+    """Applies faults to a world, each in a separate step."""
 
     def __init__(self, world: World, draw: random.Random) -> None:
         self.world, self._draw = world, draw
@@ -68,7 +68,7 @@ class Faults:
             self.world.told("fault", fault.kind, done)
 
     def end(self) -> None:
-        """Nothing is wrong from now on."""
+        """End all faults."""
         world = self.world
         self._trouble_until, self._no_head_until, self._cuts = 0.0, 0.0, {}
         self._slow_until, self._dying, self._breaking = 0.0, [], []
@@ -138,7 +138,7 @@ class Faults:
         return gateway.name if self._end_gateway(gateway) else ""
 
     def _end_gateway(self, gateway: Gateway) -> bool:
-        """Whether it lived; another comes in its place."""
+        """End a gateway and start another one in its place; return whether it was alive."""
         if not gateway.process.is_alive:
             return False
         gateway.process.kill()
@@ -161,7 +161,8 @@ class Faults:
         return ""
 
     def _drain(self, fault: Fault) -> str:
-        """A gang is begun anew, as for experts that are placed anew; its controller may die."""
+        """Restart a gang, as for a rebalance of its experts. Its controller may die while it does
+        so."""
         for one in self._actors(is_rank=False):
             gangs = one.instance._gangs if one.instance is not None else {}
             ready = [supervisor for supervisor in gangs.values() if supervisor.gang.state == READY]
@@ -176,7 +177,7 @@ class Faults:
             await drain_and_restart(supervisor, change_lock, supervisor.placement)
 
     def _lose_machine(self, fault: Fault) -> str:
-        """Not that of the head, on which Ray itself lives; another comes in its place."""
+        """Lose a machine except the head, which Ray needs. Another one takes its place."""
         machines = [one for one in self.world.ray.machines[1:] if one.is_alive]
         if not machines:
             return ""
@@ -186,7 +187,8 @@ class Faults:
         return lost.name
 
     def _drain_machine(self, fault: Fault) -> str:
-        """Nothing more is placed there, and it goes; another comes in its place."""
+        """Drain a machine: nothing more is placed there, and it goes. Another one takes its
+        place."""
         machines = [
             one for one in self.world.ray.machines[1:] if one.is_alive and not one.is_draining
         ]
@@ -206,7 +208,7 @@ class Faults:
         return f"{fault.for_s} s"
 
     def _lose_head(self, fault: Fault) -> str:
-        """What is asked of Ray itself raises, or does not; calls to actors arrive."""
+        """Requests to Ray itself raise or not, at random; calls to actors arrive."""
         self._no_head_until = self.world.loop.time() + fault.for_s
         return f"{fault.for_s} s"
 
@@ -224,8 +226,7 @@ class Faults:
         return f"{first} {'to' if is_one_way else 'and'} {second}"
 
     def _slow_wire(self, fault: Fault) -> str:
-        """Whatever begins to be copied within that time takes long, if not so long that it fails;
-        some longer than a lease."""
+        """Copies that start within that time are slow but do not time out. Some outlast a lease."""
         self._slow_until = self.world.loop.time() + fault.for_s
         self.world.wires.most_extra_s = COPY_S
         return f"{fault.for_s} s"
@@ -235,18 +236,18 @@ class Faults:
         return self._draw.uniform(0.0, COPY_S) if is_slow else 0.0
 
     def _two_machines(self, fault: Fault) -> tuple[str, str]:
-        """They may be one."""
+        """Return two machines, which may be the same one."""
         names = [*(one.name for one in self.world.ray.machines if one.is_alive), "away"]
         return names[fault.number % len(names)], names[fault.number // 7 % len(names)]
 
     def _reset(self, fault: Fault) -> str:
-        """Of all connections between two machines, or within one."""
+        """Reset all connections between two machines, or within one."""
         machines = {*self._two_machines(fault)}
         self.world.wires.reset(machines)
         return f"{sorted(machines)}" if self.world.net.reset(machines) else ""
 
     def _reset_in_call(self, fault: Fault) -> str:
-        """The next such call gets lost, or its answer."""
+        """Lose the next such call or its answer."""
         turn, place = divmod(fault.number, len(BREAKING))
         what, arrives = BREAKING[place], turn % 2 == 0
         self._breaking.append((what.encode(), arrives))
@@ -261,7 +262,7 @@ class Faults:
                 one.process.call(one.reset, after_s=after_s)
 
     def _die_in_call(self, fault: Fault) -> str:
-        """Who makes the next such call, as soon as it has, or whom it reaches."""
+        """Kill the sender of the next such call once it is sent, or its receiver."""
         turn, place = divmod(fault.number, len(CALLS))
         what, is_caller = CALLS[place], turn % 2 == 0
         self._dying.append((what, is_caller))
@@ -287,7 +288,7 @@ class Faults:
         return "an hour"
 
     def _is_cut(self, a: str, b: str) -> bool:
-        """What ``a`` sends to ``b``: machines, or processes of two."""
+        """Whether traffic from ``a`` to ``b`` is lost. Both are machines, or processes on them."""
         return self.world.loop.time() < self._cuts.get((a, b), 0.0)
 
     def _trouble(self, actor: Actor, method: str) -> Trouble:

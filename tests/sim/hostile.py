@@ -1,4 +1,4 @@
-"""Clients that would harm others if a gateway let them."""
+"""Clients that would harm other clients if a gateway allowed it."""
 
 import asyncio
 import random
@@ -14,33 +14,34 @@ from tests.sim.readers import Reader
 from tests.sim.world import SPARE_STREAMS, World
 
 PAUSE_S, READER_PAUSE_S = 0.02, 0.4
-"""Before a hostile client sends its next request. Slow readers send about as many for each stream
-that a gateway may have open as one process can where these are hundreds."""
+"""Pause of a hostile client before its next request. Slow readers pause longer. Their rate for each
+stream slot is that of one real process against a gateway with hundreds of slots."""
 NUM_WRITERS, NUM_MORE = 4, 2
-"""Clients that send long texts; of other kinds, how many more than find room."""
+"""Number of clients that send long texts; for other kinds, clients beyond the capacity."""
 TRICKLE_BYTES_PER_S, NUM_CHARS, HALF_BYTES = 50.0, 2000, 80
-"""An answer's first message has about 130 bytes here, others 35."""
+"""Read rate, and sizes in characters and bytes. An answer's first message has about 130 bytes here,
+others 35."""
 LASTS = 2.0
-"""How much longer than other faults hostile clients last."""
+"""Duration of hostile clients divided by that of other faults."""
 CLAIMED = [5, 6]
 TOKENS: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 
 
 class HostileClient(Client):
-    """One request of such a client, of which it checks nothing."""
+    """One request of such a client, whose answer is not checked."""
 
     def __init__(self, number: int, prompt: Prompt, options: Any, reader: Reader) -> None:
         super().__init__(number, StreamPlan(prompt, options, RETRY_S, BACKOFF_S), ())
         self.reader = reader
 
     def take(self, response: pb.GenerateResponse) -> str:
-        """Take in a message, whatever it says."""
+        """Accept any message."""
         self.plan.receive(response)
         return ""
 
 
 class HostileClients:
-    """Of one world. Each sends one request after the other."""
+    """Hostile clients of one world. Each sends one request after another."""
 
     def __init__(self, world: World, clients: Clients, draw: random.Random) -> None:
         self._world, self._clients, self._draw = world, clients, draw
@@ -48,27 +49,27 @@ class HostileClients:
         self._open: dict[Process, HostileClient] = {}
 
     def trickle(self, for_s: float) -> None:
-        """Read some bytes a second."""
+        """Read only a few bytes a second."""
         num = self._num_streams() + NUM_MORE
         self._begin(num, for_s, self._tokens, lambda: Reader(TRICKLE_BYTES_PER_S), READER_PAUSE_S)
 
     def half_read(self, for_s: float) -> None:
-        """Read the beginning of each answer."""
+        """Read only the first bytes of each answer."""
         num = self._num_streams() + NUM_MORE
         half = lambda: Reader(stalls_after=HALF_BYTES)  # noqa: E731
         self._begin(num, for_s, self._tokens, half, READER_PAUSE_S)
 
     def claims(self, for_s: float) -> None:
-        """Resume answers that nobody has begun."""
+        """Resume answers that were never started."""
         num = self._world.config.decode.num_rows + NUM_MORE
         self._begin(num, for_s, self._tokens, Reader, resume_token_ids=CLAIMED)
 
     def long_texts(self, for_s: float) -> None:
-        """Send texts that are refused once they are tokenised."""
+        """Send texts that are refused after they are tokenised."""
         self._begin(NUM_WRITERS, for_s, lambda: "x" * NUM_CHARS, Reader)
 
     def end(self) -> None:
-        """Close every stream; none follows."""
+        """Close every stream and start no more."""
         for process, client in self._open.items():
             process.kill()
             if client.cancel is not None:
@@ -76,7 +77,7 @@ class HostileClients:
         self._open.clear()
 
     def _num_streams(self) -> int:
-        """Most streams that a gateway has open."""
+        """Return the maximum number of streams that a gateway has open."""
         config = self._world.config
         return config.decode.num_rows + config.server.max_queued + SPARE_STREAMS
 

@@ -1,7 +1,10 @@
-"""The lockstep of a gang: a member's end and the planner's rounds are the product's, what lies
-between them and the collectives are not. One process's end is the epoch's end for all.
+"""The lockstep of a gang over a simulated network.
 
-The real ones: tests/integration/test_lockstep.py, test_gang_steps.py and test_gang_faults.py.
+The member's protocol and the planner's rounds are the product's. Connections and collectives are
+replaced. The end of one process ends the epoch for all ranks.
+
+The real ones are tested in tests/integration/test_lockstep.py, test_gang_steps.py and
+test_gang_faults.py.
 """
 
 import math
@@ -27,7 +30,7 @@ GONE = "the planner has gone"
 
 @dataclass(eq=False)
 class Gangs:
-    """All meetings, by the port that they were given."""
+    """All rendezvous, by port."""
 
     net: Net
     hubs: dict[int, "SimHub"] = field(default_factory=dict)
@@ -49,8 +52,10 @@ class Gangs:
 
 
 class SimHub:
-    """Rank 0's, in its process: as runtime/gang/planner_server.py, but for its thread and
-    connections."""
+    """Rank 0's planner server, in rank 0's process.
+
+    Works like runtime/gang/planner_server.py, without its thread and connections.
+    """
 
     def __init__(self, net: Net, num_ranks: int, host: str) -> None:
         self.process, self._num_ranks = here(), num_ranks
@@ -65,7 +70,7 @@ class SimHub:
         self._rounds, self._proposal = ProposalRounds(self._num_ranks, decide), proposal
 
     def come(self, member: "SimMember") -> None:
-        """Once all are there they may begin."""
+        """Register a member. Once all are there they may start."""
         if self.is_closed:
             return member.hear(member.lose, GONE)
         self.members[member.rank] = member
@@ -98,7 +103,7 @@ class SimHub:
 
 
 class _Peers:
-    """What stands for collectives: nothing travels."""
+    """Replaces the collectives, and transfers nothing."""
 
     is_aborted = False
 
@@ -109,11 +114,12 @@ class _Peers:
         self.position = LockstepPosition(step)
 
     def abort(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: no collective runs that could be ended."""
 
 
 class SimMember(GangLockstep):
-    """Made on a thread, which waits for the other ranks. What it is told comes by ``hear``."""
+    """A member, made on a thread that waits for the other ranks. Messages to it arrive by
+    ``hear``."""
 
     def __init__(
         self,
@@ -147,7 +153,7 @@ class SimMember(GangLockstep):
             raise EpochEnded(f"{self._name}: the gang does not come together: {self._end_reason}")
 
     def hear(self, what: Callable[..., None], *given: Any) -> None:
-        """In its process, as a message comes."""
+        """Run a function in this member's process, when its message arrives."""
         self.process.call(what, *given, after_s=self._net.latency_s())
 
     def meet(self) -> None:
@@ -173,5 +179,5 @@ class SimMember(GangLockstep):
         self._there.process.call(what, *given, after_s=self._net.latency_s())
 
     def _leave(self) -> None:
-        """The planner sees its connection end, and ends all others."""
+        """Close the connection to the planner, which then ends all others."""
         self._tell(self._there.close)

@@ -1,7 +1,7 @@
-"""An event loop whose clock jumps to the next thing to do, and the processes that live on it.
+"""An event loop whose clock jumps to the next event, and the simulated processes that run on it.
 
-Whatever runs belongs to the process of its context. One that is killed never runs again, not even
-its ``finally``; one that is stopped goes on where it was when it is continued.
+All code belongs to the process of its context. A killed process never runs again, not even its
+``finally`` blocks. A stopped one resumes where it was when it is continued.
 """
 
 import asyncio
@@ -13,17 +13,20 @@ from typing import Any
 
 BEGIN_S = 1_000.0
 MOST_TURNS = 20_000
-"""Without that time goes on."""
+"""Maximum number of turns of the loop without any progress of time."""
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
 
 
 class Deadlock(Exception):
-    """Nothing will ever happen again."""
+    """No event is left that could ever happen."""
 
 
 class Process:
-    """One of a simulated machine's. ``context`` is what runs in it. When it is killed its kernel
-    does what it ``closes``, unless the machine is gone with it, and Ray is told by ``on_death``."""
+    """A process on a simulated machine, which runs code in its ``context``.
+
+    When it is killed its kernel runs ``closes``, unless the machine was lost. Then ``on_death``
+    notifies Ray.
+    """
 
     def __init__(self, loop: "SimLoop", name: str, machine: str = "") -> None:
         self.loop, self.name, self.machine = loop, name, machine
@@ -40,11 +43,11 @@ class Process:
         return self.loop.create_task(work, context=self.context.copy())
 
     def call(self, function: Callable[..., Any], *given: Any, after_s: float = 0.0) -> None:
-        """In it, unless it is dead by then."""
+        """Call a function in this process later, unless it is dead by then."""
         self.loop.call_later(after_s, function, *given, context=self.context)
 
     def kill(self, is_gone: bool = False) -> None:
-        """``is_gone``: its machine is lost, so nothing of it says so."""
+        """Kill the process. If its machine ``is_gone``, no peer is notified."""
         if self.is_alive:
             self.is_alive = self.runs = False
             self.is_gone = is_gone
@@ -62,7 +65,7 @@ class Process:
 
 
 def here() -> Process:
-    """The process of what runs now."""
+    """Return the process that the running code belongs to."""
     process = PROCESS.get()
     assert process is not None, "nobody's code asks for its process"
     return process
@@ -83,8 +86,12 @@ class _Timer(asyncio.TimerHandle):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """``threads`` makes the threads in which what blocks runs, ``net`` connections; both are given
-    later. ``graveyard`` keeps what was killed from being collected, which would end it in order."""
+    """``threads`` runs blocking code and ``net`` makes connections; both are set after
+    construction.
+
+    ``graveyard`` keeps references to everything killed. Otherwise garbage collection would run its
+    ``finally`` blocks.
+    """
 
     threads: Any
     net: Any
@@ -93,7 +100,7 @@ class SimLoop(asyncio.BaseEventLoop):
         super().__init__()
         self._now, self._num_timers, self._num_turns = BEGIN_S, 0, 0
         self._due: list[tuple[float, int, _Timer]] = []
-        """Of two that are due at once the one that was made first is."""
+        """Timers by time. Of two with the same time, the one made first comes first."""
         self.graveyard: list[Any] = []
         self.set_task_factory(self._task)
 
@@ -101,7 +108,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        """All that is ready, or else the time of what is due next has come."""
+        """Run everything that is ready, or else advance the time to the next timer."""
         ready = self._ready  # type: ignore[attr-defined]
         if ready:
             self._num_turns += 1

@@ -1,6 +1,6 @@
-"""What a seed is made of: its cluster, how requests come, and which faults may be drawn.
+"""The composition of a seed: its cluster, the arrival of requests, and the kinds of faults.
 
-Seeds below RUSHES and EDGES stay as they are, for what they found.
+Seeds below RUSHES and below EDGES keep their meaning, because some of them once found bugs.
 """
 
 import random
@@ -29,8 +29,8 @@ RUSH_KINDS."""
 EDGES = 20_001
 """First seed with full gateways, every option of a request, operators and hostile clients."""
 RUSH, RUSH_S, EARLY_S, SLOW_STEP_S = 6, 0.3, 2.0, 0.1
-"""Clients of one rush, within how long, and how soon before a fault; a step of an engine takes so
-long that they meet."""
+"""Number of clients of a rush, its duration, and its maximum lead before a fault; and a step time
+long enough that steps and faults coincide."""
 SHAPES = (
     ("prefill.replicas=2", "decode.replicas=2"),
     ("prefill.replicas=2", "decode.replicas=1", "decode.dp_size=2"),
@@ -41,23 +41,28 @@ SHAPES = (
 GATEWAYS = {"g0": "m0", "g1": "away"}
 """Machine that each gateway runs on."""
 FAULTS, OPERATOR, PARTIAL, HOSTILE = "faults", "operator", "partial", "hostile"
-"""Themes of seeds from EDGES on: faults of all kinds; an operator who changes config or checkpoint;
-a few faults after each of which most of the cluster works; hostile clients and no other fault."""
+"""Themes of seeds from EDGES on:
+
+- ``FAULTS``: faults of all kinds.
+- ``OPERATOR``: an operator changes config or checkpoint.
+- ``PARTIAL``: a few faults, after each of which most of the cluster works.
+- ``HOSTILE``: hostile clients and no other fault.
+"""
 STEPS_S = 0.01, SLOW_STEP_S
 THEMES = {FAULTS: 3, OPERATOR: 3, PARTIAL: 2, HOSTILE: 2}
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What one seed is made of.
+    """Composition of one seed.
 
     Attributes:
         sets: Overrides of the cluster's config.
-        kinds: How often each kind of fault is drawn.
+        kinds: Weight of each kind of fault.
         own: Kinds of faults that touch one process alone.
         step_s: Seconds that a step of an engine takes.
         comes_in_rushes: Requests come together, shortly before a fault.
-        is_edge: Requests have every option and gateways little room.
+        is_edge: Requests have every option and gateways have little capacity.
         gateways: Machine of each gateway, by its name.
         machines: CPUs of each machine.
     """
@@ -78,7 +83,7 @@ class Mix:
 
 
 def mix_of(seed: int) -> Mix:
-    """Return what ``seed`` is made of."""
+    """Return the composition of ``seed``."""
     shape = SHAPES[seed % len(SHAPES)]
     if seed < RUSHES:
         return Mix(shape, KINDS, OWN, comes_in_rushes=False)
@@ -97,7 +102,7 @@ def faults_of(seed: int) -> list[Fault]:
 
 
 def arrivals_of(seed: int, draw: random.Random) -> list[float]:
-    """Return when each client comes. The same when some of the seed's faults are left out."""
+    """Return the arrival time of each client, which does not depend on the faults."""
     mix, uniform = mix_of(seed), draw.uniform
     if not mix.comes_in_rushes:
         return [uniform(UP_S / 2, UP_S + SERVE_S) for _ in range(NUM_CLIENTS)]

@@ -1,7 +1,7 @@
-"""A checkpoint whose next token is a hash of all that it reads in the cache.
+"""A simulated checkpoint whose next token is a hash of all cache entries that it reads.
 
-So any wrong, stale or foreign entry on the way of a request gives other tokens. Steps take virtual
-time. ``expected`` writes the same answers without a cache.
+So any wrong, stale or foreign entry changes the tokens. Steps take virtual time. ``expected``
+computes the same answers without a cache.
 """
 
 import random
@@ -37,31 +37,33 @@ EOS = 1
 MOST_SLOTS = 1024
 SHARPNESS = 3.0
 WEIGHTS, OTHER_WEIGHTS = "5", "6"
-"""Digests of the checkpoint that answers are of, and of another one."""
+"""Digests of the checkpoint that the expected answers come from, and of another one."""
 NO_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4194304 bytes"
-"""As torch says it."""
+"""Torch's message for a failed allocation."""
 SLOW_S = 0.3, 2.0
-"""Less than any bound on silence."""
+"""Range of a slow step's duration in seconds, below every stall timeout."""
 
 
 @cache
 def _table(weights: str) -> Tensor:
-    """Logits of each hash, by a checkpoint of these weights."""
+    """Return the logits of each hash, for a checkpoint of these weights."""
     generator = torch.Generator().manual_seed(int(weights))
     return torch.randn(MODULUS, NUM_TOKENS, generator=generator) * SHARPNESS
 
 
 @cache
 def _factors() -> Tensor:
-    """Of each place in a text, so that the hash knows their order."""
+    """Return a factor for each position of a text, so that the hash depends on the order."""
     draw_ = random.Random(9)
     return torch.tensor([draw_.randrange(1, MODULUS) for _ in range(MOST_SLOTS)])
 
 
 class HashNetwork:
-    """As DeepseekV3 is called. A step takes ``step_s`` and more for each token. The next one of a
-    process that is among the ``failing`` raises, those of one among the ``slow`` take SLOW_S until
-    then."""
+    """Has the interface of DeepseekV3.
+
+    A step takes ``step_s`` plus a time for each token. The next step of a process in ``failing``
+    raises. Steps of a process in ``slow`` take SLOW_S until the given time.
+    """
 
     def __init__(
         self,
@@ -117,7 +119,7 @@ class HashNetwork:
 
 
 def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
-    """Of the first so many entries of each row [B, Q]."""
+    """Hash the first ``context_lens_BQ`` entries of each row. Returns [B, Q]."""
     entries_BS = context_BSL[..., 0].long()
     terms_BS = entries_BS * entries_BS * _factors()[: entries_BS.shape[1]] % MODULUS
     sums_BS = torch.nn.functional.pad(terms_BS.cumsum(1), (1, 0)) % MODULUS
@@ -125,7 +127,7 @@ def _hashes(context_BSL: Tensor, context_lens_BQ: Tensor) -> Tensor:
 
 
 class Logits:
-    """Logits of the token that follows a text, by a checkpoint of these weights."""
+    """Logits of the token that follows a text, for a checkpoint of these weights."""
 
     def __init__(self, token_ids: Sequence[int], weights: str) -> None:
         self._table, self._factors = _table(weights), _factors()
@@ -137,13 +139,13 @@ class Logits:
         return self._table[self._total % MODULUS].unsqueeze(0)
 
     def push(self, token: int) -> None:
-        """Make the text longer by ``token``."""
+        """Append ``token`` to the text."""
         self._total += (token + 1) * (token + 1) * int(self._factors[self._num_tokens])
         self._num_tokens += 1
 
 
 def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens of the answer."""
+    """Return the tokens of the answer."""
     sampling = request.sampling
     num_most = remaining_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops = stop_ids(sampling, eos_ids)
@@ -159,7 +161,7 @@ def expected(request: Request, max_model_len: int, eos_ids: tuple[int, ...]) -> 
 
 
 class _Dispatch(Dispatch):
-    """Nothing travels; ranks of a gang are in lockstep all the same."""
+    """Dispatches no tokens; the ranks of a gang still run in lockstep."""
 
     def __init__(self, placement: Placement | None) -> None:
         super().__init__(1)
@@ -170,13 +172,13 @@ class _Dispatch(Dispatch):
 
 
 def raise_once(errors: dict[str, Exception]) -> None:
-    """Raise the error of this process, which has none any more then."""
+    """Raise the error set for this process, and remove it."""
     if (error := errors.pop(here().name, None)) is not None:
         raise error
 
 
 class Loads:
-    """In the place of ``load_model`` of runtime/parts.py."""
+    """Replaces ``load_model`` of runtime/parts.py."""
 
     def __init__(self, folder: Path, draw_: random.Random) -> None:
         self._config, self._draw, self._folder = ModelConfig.from_dir(folder), draw_, folder
@@ -186,8 +188,7 @@ class Loads:
         """Error of the next arrival of a sequence, by process."""
         self.slow: dict[str, float] = {}
         self.weights = WEIGHTS
-        """Digest of what lies under the path of the checkpoint; OTHER_WEIGHTS lie under every other
-        path."""
+        """Digest of the weights at the checkpoint's path. All other paths have OTHER_WEIGHTS."""
 
     def __call__(
         self,

@@ -1,7 +1,8 @@
-"""Connections between processes, as asyncio's transports: bytes arrive in order, later, or never.
+"""Connections between simulated processes, as asyncio transports.
 
-A killed process's connections end as its kernel ends them: what it had written may still arrive. A
-lost machine's do not end at all, nor do those across a cut, until that heals.
+Bytes arrive in order, late or never. When a process is killed its kernel closes its connections,
+and bytes already written may still arrive. Connections of a lost machine, or across a cut, do not
+end at all until the cut heals.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from tests.sim.loop import Process, SimLoop, here
 LEAST_S, MOST_S = 0.0002, 0.003
 FIRST_PORT = 20_000
 AGAIN_S = 0.5
-"""Between tries to get through."""
+"""Pause between attempts to connect, in seconds."""
 
 
 class _Socket:
@@ -52,8 +53,11 @@ class Listener:
 
 
 class Net:
-    """``is_cut(a, b)`` says whether nothing gets from the machine of one process to that of another
-    now, which may be so one way; what was sent then arrives when it is told to ``heal``."""
+    """The network of a cluster.
+
+    ``is_cut(a, b)`` says whether traffic from process ``a`` to process ``b`` is blocked now, which
+    may hold for one direction only. Blocked bytes arrive after ``heal``.
+    """
 
     def __init__(self, loop: SimLoop, draw: random.Random) -> None:
         self.loop, self.draw = loop, draw
@@ -64,7 +68,7 @@ class Net:
         self._ends: list[Transport] = []
 
     def is_silent(self, a: Process, b: Process) -> bool:
-        """Whether neither word nor refusal comes back to one from the other."""
+        """Whether ``a`` gets neither an answer nor a refusal from ``b``."""
         return self.is_cut(a, b) or self.is_cut(b, a) or b.is_gone
 
     def latency_s(self) -> float:
@@ -97,7 +101,8 @@ class Net:
         return mine, mine.protocol
 
     def reset(self, machines: set[str]) -> int:
-        """Connections between these two break, with what is on its way; how many."""
+        """Reset the connections between two machines, losing bytes in flight; return their
+        number."""
         self._ends = [end for end in self._ends if not end.is_over]
         broken = [e for e in self._ends if {e.process.machine, e.peer.process.machine} == machines]
         for end in broken:
@@ -105,7 +110,7 @@ class Net:
         return len(broken)
 
     def heal(self) -> None:
-        """What could not get through does so now."""
+        """Deliver bytes that were blocked by a cut."""
         for end in self._ends:
             end.flush()
         self._ends = [end for end in self._ends if not end.is_over]
@@ -113,7 +118,7 @@ class Net:
 
 @dataclass(eq=False)
 class Transport(asyncio.Transport):
-    """One end. ``sent`` are what it has written and what has not arrived there yet."""
+    """One end of a connection. ``sent`` has the bytes written that have not arrived yet."""
 
     net: Net
     process: Process
@@ -168,7 +173,7 @@ class Transport(asyncio.Transport):
         pass
 
     def close(self) -> None:
-        """What was written goes out first."""
+        """Close after everything written has been sent."""
         if not self._is_closing:
             self._is_closing = True
             self._schedule()
@@ -179,7 +184,7 @@ class Transport(asyncio.Transport):
         self._schedule()
 
     def reset(self) -> None:
-        """As its own process is told of it."""
+        """Report a reset to this end's process."""
         self._lose(ConnectionResetError("reset"))
 
     def flush(self) -> None:
@@ -187,13 +192,13 @@ class Transport(asyncio.Transport):
             self._schedule()
 
     def _schedule(self) -> None:
-        """One arrival of all that is there by then, in order."""
+        """Schedule one arrival of all bytes written by then, in order."""
         now = self.net.loop.time()
         self._due_at = max(self._due_at, now + self.net.latency_s())
         self.net.loop.call_at(self._due_at, self._deliver, context=self.peer.process.context)
 
     def _deliver(self) -> None:
-        """In the peer's process."""
+        """Deliver bytes in the peer's process."""
         peer = self.peer
         if self.net.is_cut(self.process, peer.process) or peer.is_over:
             return
@@ -221,7 +226,8 @@ class Transport(asyncio.Transport):
             self.protocol.connection_lost(error)
 
     def _die(self) -> None:
-        """Its kernel ends it; what was on its way may arrive."""
+        """Let the kernel of the killed process close the connection; part of the bytes still
+        arrive."""
         if self.is_over:
             return
         self.sent = self.sent[: self.net.draw.randint(0, len(self.sent))]

@@ -1,4 +1,4 @@
-"""What failed before it was mended: a seed, which is a cluster's shape, and faults."""
+"""Seeds and faults that failed before a bug was fixed."""
 
 from tests.sim.fault import Fault
 from tests.sim.run import Result, run_seed
@@ -70,7 +70,7 @@ ONCE = {
         *("29,move link,0,20", "30,kill rank,0,1", "31,kill rank,5,1", "38,kill gateway,0,1"),
     ),
 }
-"""By what was wrong."""
+"""Cases by the bug that they found."""
 
 
 def run_once(what: str) -> Result:

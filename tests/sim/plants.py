@@ -1,8 +1,8 @@
-"""Mistakes that were mended once, put back one by one: the simulation has to find each.
+"""Reintroduce fixed bugs one by one: the simulation has to find each of them.
 
-``python -m tests.sim.plants [NAME ...]`` plants each of plants.toml, alone, in a copy of the tree
-and runs the seed that is known to find it. ``--search N`` runs N seeds instead, from EDGES on, and
-says which one finds it first.
+``python -m tests.sim.plants [NAME ...]`` applies each entry of plants.toml alone to a copy of the
+tree, and runs the seed that is known to find it. ``--search N`` runs N seeds instead, from EDGES
+on, and prints the first one that finds it.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DATA = Path(__file__).with_name("plants.toml")
 
 @dataclass(frozen=True)
 class Edit:
-    """``after`` in place of ``before``, which ``file`` has exactly once."""
+    """Replaces ``before``, which occurs exactly once in ``file``, by ``after``."""
 
     file: str
     before: str
@@ -33,7 +33,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Plant:
-    """A mistake as ``edits``; ``seed`` is known to find it, ``breaks`` says what it does."""
+    """A bug as ``edits``. ``seed`` is known to find it, ``breaks`` describes its effect."""
 
     name: str
     breaks: str
@@ -62,7 +62,7 @@ def read(data: Path = DATA) -> list[Plant]:
 
 
 def try_out(plant: Plant, tree: Path, *options: str) -> str:
-    """Run the simulation with the mistake in ``tree``; return what fails, "" if nothing does."""
+    """Run the simulation with the bug in ``tree``; return the failures, "" if there are none."""
     texts = plant.changed(tree)
     before = {file: (tree / file).read_text() for file in texts}
     for file, text in texts.items():
@@ -79,7 +79,7 @@ def try_out(plant: Plant, tree: Path, *options: str) -> str:
 
 
 def _env(tree: Path) -> dict[str, str]:
-    """The tree's own modules, in every process."""
+    """Return an environment in which every process imports the modules of ``tree``."""
     return os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
 
 

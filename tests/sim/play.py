@@ -1,4 +1,4 @@
-"""What happens in one seed: machines, gateways, clients and faults, until all is at rest."""
+"""The course of one seed: machines, gateways, clients and faults, until all is at rest."""
 
 import asyncio
 import random
@@ -18,12 +18,12 @@ from tests.sim.world import World, tokenizer
 
 SETTLE_S = 240.0
 SLOW = 0.2
-"""Share of applications that do not read for a while, once."""
+"""Share of applications that once stop reading for a while."""
 STALL_S = 2.0, 8.0
 
 
 class Play:
-    """Of one world, outside of which it is made."""
+    """Plays one seed in a world. It must be made outside of the world's patches."""
 
     def __init__(self, world: World) -> None:
         self.world, self.checks, self.service = world, Checks(world), Service(world)
@@ -35,7 +35,7 @@ class Play:
             self.faults = EdgeFaults(world, chances, self.service, hostile)
 
     async def live(self, faults: list[Fault]) -> None:
-        """Run everything; what may not be is told to the world."""
+        """Run everything, and report violations to the world."""
         world, draw = self.world, random.Random(self.world.draw.random())
         self.clients.draw = draw
         for num_cpus in world.mix.machines:

@@ -1,4 +1,4 @@
-"""How clients read what a gateway writes to them, in place of gRPC's flow control."""
+"""How clients read the messages of a gateway, in place of gRPC's flow control."""
 
 import asyncio
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Reader:
-    """Reads so many bytes a second; once, after ``stalls_after`` bytes, nothing for ``stalls_s``.
+    """Reads ``bytes_per_s``. After ``stalls_after`` bytes it pauses once for ``stalls_s``.
 
     By default no piece waits.
     """

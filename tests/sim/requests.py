@@ -1,4 +1,4 @@
-"""Requests with every option within its bounds, and the answers that are right."""
+"""Requests with every option within its bounds, and their expected answers."""
 
 import random
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from tandem.text.tokenizer import Tokenizer
 from tests.sim.model import EOS, NUM_TOKENS, Logits
 
 SEED_STEP, SEED_MASK = 0x9E3779B97F4A7C15, (1 << 63) - 1
-"""By which tandem.proto gives answer i of several its seed."""
+"""Constants by which tandem.proto derives the seed of answer i."""
 MAX_TOKENS = 1, 2, 4, 8, 16, 24
 NUMBERS = (
     *("temperature", "top_k", "top_p", "min_p"),
@@ -35,13 +35,13 @@ USUAL = {
     "frequency_penalty": (0.0, 0.5),
 }
 RARE = 0.25
-"""Share of requests that have a given option, or have a number at one of its bounds."""
+"""Share of requests that have a given option, or a number at one of its bounds."""
 FIRST_CHAR, LAST_CHAR = ord("A"), ord("z")
 
 
 @dataclass(frozen=True)
 class Right:
-    """A right answer."""
+    """An expected answer."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -50,7 +50,7 @@ class Right:
 
 @dataclass(frozen=True)
 class Order:
-    """What a client wants: ``prompt`` and ``options`` as the typed client takes them."""
+    """The request of a client: ``prompt`` and ``options`` as the typed client takes them."""
 
     prompt: Prompt
     options: dict[str, Any]
@@ -64,13 +64,14 @@ class Order:
     @cached_property
     def _prompt_ids(self) -> tuple[int, ...]:
         if isinstance(self.prompt, str):
-            # Not by the slow tokeniser's own call: this is no process of the cluster.
+            # Skip the slow tokeniser's own call, because this code runs in no process of the
+            # cluster.
             ids = [self.tokenizer._tokenizer.token_to_id(char) for char in self.prompt]
             return (*self.tokenizer._prefix_ids, *ids)
         return tuple(self.prompt)
 
     def right(self, index: int, weights: str) -> Right:
-        """Return the answer of that index by a checkpoint of these weights."""
+        """Return the expected answer ``index`` of a checkpoint with these weights."""
         known = self.__dict__.setdefault("_right", {})
         if (index, weights) not in known:
             known[index, weights] = self._right_by(index, weights)
@@ -91,7 +92,7 @@ class Order:
 
 
 def expected(request: Request, max_model_len: int, weights: str, tokenizer: Tokenizer) -> Right:
-    """Write the answer of a quiet cluster token by token, without a cache."""
+    """Compute the answer of a cluster without faults token by token, without a cache."""
     sampling = request.sampling
     num_most = remaining_budget(len(request.prompt_ids), 0, sampling.max_tokens, max_model_len)
     stops = stop_ids(sampling, (EOS,))
@@ -124,7 +125,7 @@ def _text(token_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Token
 def _stopped(
     token_ids: tuple[int, ...], sampling: SamplingParams, tokenizer: Tokenizer, by_id: bool
 ) -> str | None:
-    """Return the text before the stop string that the last token completes, None if there is
+    """Return the text before the stop string that the last token completes; None if there is
     none."""
     if by_id or not sampling.stop or len(token_ids) < sampling.min_tokens:
         return None
@@ -163,7 +164,7 @@ def draw_order(
 
 
 def _numbers(draw_: random.Random) -> dict[str, Any]:
-    """Numbers as users set them, or at the bounds that gateways have for them."""
+    """Return numbers as users set them, or at the bounds that gateways have for them."""
     table = field_bounds(RawRequest(), _MODEL)
     options: dict[str, Any] = {}
     for name in NUMBERS:
@@ -194,8 +195,10 @@ def _lists(draw_: random.Random, max_tokens: int) -> dict[str, Any]:
 
 
 def _acceptance(draw_: random.Random, temperature: float, has_drafts: bool) -> dict[str, Any]:
-    """A kind of acceptance by which the answer is a function of the request alone: not rejection
-    of sampled tokens, and not typical acceptance of drafts."""
+    """Return a kind of acceptance with which the answer depends on the request alone.
+
+    This excludes rejection of sampled tokens and typical acceptance of drafts.
+    """
     if draw_.random() >= RARE:
         return {}
     if temperature == 0:

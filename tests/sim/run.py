@@ -1,4 +1,5 @@
-"""One seed from its begin to its end, and the shortest list of faults with which it still fails."""
+"""Run one seed from start to end, and find the shortest list of faults with which it still
+fails."""
 
 import gc
 import logging
@@ -21,7 +22,7 @@ WALL = 1_700_000_000.0
 
 
 class TooLong(BaseException):
-    """Whatever goes on is to end."""
+    """Raised to end a run that takes too much CPU time."""
 
 
 @dataclass
@@ -36,11 +37,12 @@ class Result:
 
 
 def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool = False) -> Result:
-    """In a process of its own: it changes what threads and clocks are, for all."""
+    """Run a seed. Call it in a separate process, because it replaces threads and clocks
+    globally."""
     torch.set_num_threads(1)
     logging.getLogger().setLevel(logging.INFO if keeps_log else logging.CRITICAL + 1)
     gc.collect()
-    gc.freeze()  # what is there now is not looked at again
+    gc.freeze()  # exclude existing objects from later collections
     gc.disable()
     world = World(seed)
 
@@ -58,7 +60,7 @@ def run_seed(seed: int, faults: Sequence[Fault] | None = None, keeps_log: bool =
 
 
 def shortest(seed: int, faults: list[Fault]) -> list[Fault]:
-    """Left out one by one as long as it fails without them."""
+    """Remove faults one by one as long as the seed still fails without them."""
     i = 0
     while i < len(faults):
         fewer = faults[:i] + faults[i + 1 :]
@@ -82,7 +84,7 @@ def _run(world: World, faults: list[Fault], keeps_log: bool) -> Result:
         try:
             world.loop.run_until_complete(main)
         except TooLong:
-            pass  # told already
+            pass  # reported already
         except (Deadlock, RuntimeError) as error:
             if not world.failures:
                 world.failures.append(f"{world.loop.time():.3f}: {error!r}")

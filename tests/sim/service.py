@@ -1,4 +1,4 @@
-"""What clients may expect of gateways, looked at every second: that each is served in time."""
+"""Service levels that clients may expect of gateways, checked every second."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,37 +14,38 @@ if TYPE_CHECKING:
     from tests.sim.clients import Client
 
 ANSWERED_S = 24.0
-"""Within which a request of an honest client is answered by a cluster that is well."""
+"""Maximum time in which a healthy cluster answers the request of a well-behaved client."""
 STARTED_S = 16.0
-"""Within which a gateway starts that reaches a pair of ranks, another pair apart."""
+"""Maximum start time of a gateway that reaches a pair of ranks, even if another pair is cut off."""
 STILL_S, TURN_S = 1.5, 0.5
-"""How long a gateway's loop may stand still, and how often it is looked whether it does."""
+"""Maximum time for which a gateway's loop may be blocked, and the period of its probe."""
 
 
 @dataclass
 class Service:
-    """Of one world."""
+    """Service checks of one world."""
 
     world: World
     quiet_at: float = 0.0
-    """When no fault lasts any more."""
+    """Time when the last fault ends."""
     parted_at: float = 0.0
-    """When no fault lasts but that two ranks cannot reach each other."""
+    """Time when the last fault ends, not counting cuts between two ranks."""
     moved: "dict[GangSupervisor, Placement]" = field(default_factory=dict)
     """Placement of experts of gangs whose move has succeeded."""
     longest_s: float = 0.0
-    """Longest time that an honest client waited for its answer while the cluster was well."""
+    """Longest time that a well-behaved client waited for its answer while the cluster was
+    healthy."""
     _turns: dict[Gateway, float] = field(default_factory=dict)
     _startable_since: dict[Gateway, float] = field(default_factory=dict)
 
     def disturbed(self, until: float, is_parted: bool = False) -> None:
-        """Note a fault that lasts until then."""
+        """Record a fault that lasts until ``until``."""
         self.quiet_at = max(self.quiet_at, until)
         if not is_parted:
             self.parted_at = max(self.parted_at, until)
 
     def look(self, clients: "list[Client]") -> None:
-        """Note whether the cluster is well, and all that takes too long."""
+        """Record whether the cluster is healthy, and report everything that takes too long."""
         now, world = self.world.loop.time(), self.world
         if now < self.quiet_at or self._is_ill():
             world.well_since = now
@@ -89,7 +90,7 @@ class Service:
         return self._are_ready() and any(self._reach(*pair) for pairs in used for pair in pairs)
 
     def _reach(self, *ranks: RankHandle) -> bool:
-        """Whether both can be heard by each other."""
+        """Whether the two ranks can reach each other."""
         actors = [self.world.ray.actors[rank.info.spec.process_name] for rank in ranks]
         one, other = (actor.process for actor in actors)
         if one is None or other is None:
@@ -97,7 +98,7 @@ class Service:
         return not (self.world.net.is_silent(one, other) or self.world.net.is_silent(other, one))
 
     def _is_ill(self) -> bool:
-        """Whether something is missing to the cluster that clients may have to wait for."""
+        """Whether the cluster lacks something for which clients may have to wait."""
         ranks = [one for one in self.world.ray.actors.values() if one.process is not None]
         if any(one.process.is_stopped and one.process.is_alive for one in ranks if one.process):
             return True
@@ -114,7 +115,7 @@ class Service:
         return bool(fleet.usable_pairs()) and len(fleet.usable_pairs()) == len(fleet._warm_ups)
 
     def snapshot(self) -> Membership:
-        """Return the controller's latest membership, an empty one without a controller."""
+        """Return the controller's latest membership; an empty one without a controller."""
         actor = self.world.ray.actors.get(CONTROLLER)
         if actor is None or actor.instance is None:
             return Membership((0, 0))
@@ -122,6 +123,6 @@ class Service:
         return found
 
     def held_weights(self) -> str:
-        """Return the digest of the weights that the cluster's ranks hold, "" if none does."""
+        """Return the digest of the weights that the cluster's ranks hold; "" if there is none."""
         actor = self.world.ray.actors.get(CONTROLLER)
         return "" if actor is None or actor.instance is None else actor.instance._weights.digest

@@ -1,7 +1,7 @@
-"""Threads in virtual time: greenlets that take turns only where they block.
+"""Threads in virtual time: greenlets that switch only where they block.
 
-``patched`` puts them in the place of the standard library's; Condition, Event, Semaphore, Future
-and ThreadPoolExecutor are the library's own on top of these locks.
+``patched`` replaces the standard library's threads. Condition, Event, Semaphore, Future and
+ThreadPoolExecutor are the library's classes on top of these locks.
 """
 
 import logging
@@ -22,7 +22,7 @@ from tests.sim.loop import SimLoop
 
 
 class Threads:
-    """Of one loop, whose greenlet is the one that made this."""
+    """All threads of one loop. The greenlet that creates this object is the loop's."""
 
     def __init__(self, loop: SimLoop) -> None:
         self.loop, self.main = loop, getcurrent()
@@ -35,7 +35,7 @@ class Threads:
             threads = made
 
         class Timer(Thread):
-            """Sleeps, then calls, unless it is cancelled."""
+            """Calls a function after an interval, unless it is cancelled."""
 
             def __init__(
                 self,
@@ -49,7 +49,7 @@ class Threads:
                 self._is_cancelled = False
 
             def start(self) -> None:
-                """No greenlet: a timer holds nothing while it waits."""
+                """Start without a greenlet: a waiting timer holds nothing."""
                 made.loop.call_later(self._interval, self._fire)
 
             def cancel(self) -> None:
@@ -68,8 +68,7 @@ class Threads:
         self.Thread, self.Timer, self.Lock, self.RLock = Thread, Timer, Lock, RLock
 
     def end(self) -> None:
-        """Nobody waits any more: all that is left unwinds, finds nothing to wait for, and what it
-        says of that is of no interest."""
+        """End all waits. The remaining threads unwind, and their errors are ignored."""
         self.is_over = True
         logging.disable()
         for one in [*self.by_greenlet]:
@@ -85,7 +84,7 @@ class Threads:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """While in here the standard library's threads and clocks are these."""
+        """Replace the standard library's threads and clocks during the block."""
         changes: list[tuple[Any, str, Any]] = [
             (threading, "Thread", self.Thread),
             (threading, "Timer", self.Timer),
@@ -106,7 +105,7 @@ class Threads:
 
 
 class Waiter:
-    """A place at which a greenlet waits once, until it is woken or its time is over."""
+    """A place where a greenlet waits once, until it is woken or times out."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads, self._greenlet, self._context = threads, getcurrent(), copy_context()
@@ -116,7 +115,7 @@ class Waiter:
         assert self._greenlet is not threads.main, "a task blocks its loop"
 
     def park(self, timeout_s: float | None) -> bool:
-        """Whether it was woken."""
+        """Wait; return whether it was woken."""
         loop = self._threads.loop
         timer = None if timeout_s is None else loop.call_later(timeout_s, self._end, False)
         self._threads.main.switch()
@@ -125,7 +124,7 @@ class Waiter:
         return self._is_woken
 
     def wake(self) -> bool:
-        """Any greenlet; False if its time was over already."""
+        """Wake it, from any greenlet; return False if it had timed out already."""
         if self._is_over:
             return False
         self._is_over = self._is_woken = True
@@ -188,7 +187,8 @@ class SimThread:
 
 
 class SimLock:
-    """As threading.Lock. Whoever holds one may block; a task that wants it then is a mistake."""
+    """Replaces threading.Lock. A holder may block, but an asyncio task that then wants the lock is
+    an error."""
 
     threads: Threads
 
@@ -207,7 +207,7 @@ class SimLock:
         return waiter.park(None if timeout < 0 else timeout)
 
     def release(self) -> None:
-        """To who waits first, whose it is at once."""
+        """Release the lock to the first waiter, which owns it at once."""
         while self._waiting:
             if self._waiting.popleft().wake():
                 return
@@ -224,7 +224,7 @@ class SimLock:
 
 
 class SimRLock:
-    """As threading.RLock, for Condition too."""
+    """Replaces threading.RLock, also inside Condition."""
 
     threads: Threads
 

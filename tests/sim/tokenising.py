@@ -1,6 +1,6 @@
-"""A tokeniser that takes virtual time: on its thread alone, or of its whole process.
+"""A tokeniser that takes virtual time, of its thread alone or of its whole process.
 
-The library's calls that keep the interpreter lock stand still the process that makes them.
+Library calls that keep the interpreter lock block the process that makes them.
 """
 
 import time
@@ -12,13 +12,13 @@ from tandem.text.tokenizer import Tokenizer
 from tests.sim.loop import here
 
 CHAR_S = 0.002
-"""Seconds for a character: texts here are short."""
+"""Seconds per character; texts in simulations are short."""
 LONG_CHARS, MAX_CHARS = 150, 6000
-"""Bounds of cluster/gateway/tokenising.py in proportion."""
+"""Bounds of cluster/gateway/tokenising.py, scaled down."""
 
 
 class SlowLibrary:
-    """Stands for ``tokenizers.Tokenizer``, which does the work."""
+    """Wraps ``tokenizers.Tokenizer``, which does the work."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -27,12 +27,12 @@ class SlowLibrary:
         return getattr(self._library, name)
 
     def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
-        """Other threads of the process run meanwhile."""
+        """Encode texts; other threads of the process keep running."""
         time.sleep(CHAR_S * sum(map(len, texts)))  # time: virtual
         return self._library.encode_batch_fast(texts, **options)
 
     def encode(self, text: str, **options: Any) -> Any:
-        """Nothing else of the process runs meanwhile."""
+        """Encode a text; the whole process is blocked."""
         seconds, process = CHAR_S * len(text), here()
         process.runs = False
         process.loop.call_later(seconds, process.resume, context=Context())

@@ -1,5 +1,7 @@
-"""The backend of channels: two ends meet in a store by their nonce, and copy tensors later. A cut
-in the middle of a copy breaks the connection."""
+"""The simulated backend of channels: two ends meet in a store by their nonce, and copy tensors.
+
+Copies take time, and a cut in the middle of one breaks the connection.
+"""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,12 +17,12 @@ from tests.sim.threads import Threads, Waiter
 
 BYTES_PER_S = 50e6
 KERNEL = Context()
-"""Nobody's."""
+"""Context of no process."""
 
 
 @dataclass(eq=False)
 class Store:
-    """Of one prefill rank: who waits for whom."""
+    """Store of one prefill rank, where the ends of channels wait for each other."""
 
     host: str
     port: int
@@ -32,7 +34,7 @@ class Store:
 class Half:
     process: Process
     posted: deque[tuple[int, str, Tensor, "Posted"]] = field(default_factory=deque)
-    """What has not begun: transfer id, direction, tensor, and who waits for it."""
+    """Transfers not started yet: id, direction, tensor, and the waiter."""
 
 
 @dataclass(eq=False)
@@ -40,7 +42,7 @@ class Pipe:
     halves: list[Half] = field(default_factory=list)
     is_closed: bool = False
     free_at: float = 0.0
-    """When all that has begun will have arrived."""
+    """Time when all started transfers will have arrived."""
     met: list[Waiter] = field(default_factory=list)
 
 
@@ -58,7 +60,7 @@ class Posted:
 
 
 class Wires:
-    """All of them; what ChannelFactory gets in the place of torch's stores and gloo."""
+    """All simulated channels. They replace torch's stores and gloo in ChannelFactory."""
 
     def __init__(self, net: Net, threads: Threads) -> None:
         self.net, self.threads = net, threads
@@ -83,13 +85,13 @@ class Wires:
         return Backend(self, timeout_s)
 
     def reset(self, machines: set[str]) -> None:
-        """Connections between these two break."""
+        """Reset connections between two machines."""
         for pipe in [*self.pipes]:
             if {half.process.machine for half in pipe.halves} == machines:
                 self.close(pipe)
 
     def close(self, pipe: Pipe, by: Process | None = None) -> None:
-        """What is posted there fails, at the other end a little later."""
+        """Fail all posted transfers; the other end fails a little later."""
         if pipe.is_closed:
             return
         pipe.is_closed = True
@@ -143,8 +145,11 @@ class Wire:
         return posted
 
     def _copy(self) -> None:
-        """By the kernels: nobody's process has to run for that. One half is read and written at
-        once, the other at last, whoever has its memory by then."""
+        """Copy a tensor in the kernels, so that neither process has to run.
+
+        The first half is written at once, the second at the end, even if the memory has a new owner
+        by then.
+        """
         told = {half.posted[0][1]: half for half in self.pipe.halves}
         sender, receiver = told["send"], told["recv"]
         (number, _, source, sent), (other, _, target, came) = (
@@ -182,7 +187,7 @@ class Wire:
             raise RuntimeError(posted.failure)
 
     def abort(self) -> None:
-        """As gloo: a wait that blocks is left to its deadline."""
+        """Do nothing, like gloo: a blocked wait ends at its deadline."""
 
     def destroy(self) -> None:
         self.wires.close(self.pipe, self.half.process)

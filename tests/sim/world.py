@@ -1,4 +1,4 @@
-"""The cluster of one seed: its machines and gateways, and what is told of all that happens."""
+"""The cluster of one seed: its machines, gateways and the record of its events."""
 
 import asyncio
 import hashlib
@@ -68,17 +68,17 @@ BUILDERS = (
     "tandem.prefill_node.rank",
 )
 for _name in BUILDERS:
-    import_module(_name)  # not in the middle of a seed
+    import_module(_name)  # import now instead of in the middle of a seed
 START_RANK, LINK = parts.start_rank, Sink._link
 ATTACH, SCATTER, BEGIN = Controller._attach, PagedCaches.scatter, Rows.add_row
 ONE, OTHER = "one", "other"
 SPARE_STREAMS = 3
-"""Open streams beyond those that may have or wait for a row, where gateways have little room."""
+"""Open streams beyond those with or waiting for a row, where gateways have little capacity."""
 
 
 @cache
 def checkpoint(name: str) -> Path:
-    """Return the folder of a checkpoint: that of the cluster is ONE, another one OTHER."""
+    """Return the folder of a checkpoint: the cluster's is ONE, another one is OTHER."""
     folder = Path(tempfile.mkdtemp(prefix=f"tandem-sim-{name}-"))
     config = json.loads((TINY_MODEL / "config.json").read_text())
     config |= {"num_hidden_layers": 1, "max_position_embeddings": 256}
@@ -89,7 +89,7 @@ def checkpoint(name: str) -> Path:
 
 
 def _few_tokens() -> dict[str, Any]:
-    """The shipped tokenizer, of which only the first tokens are left: each is a character."""
+    """Return the shipped tokenizer with only its first tokens, each of which is one character."""
     tree: dict[str, Any] = json.loads((TINY_MODEL / "tokenizer.json").read_text())
     model, added = tree["model"], tree["added_tokens"]
     model["vocab"] = {token: i for token, i in model["vocab"].items() if i < NUM_TOKENS}
@@ -110,7 +110,7 @@ def configured(*sets: str, name: str) -> TandemConfig:
 
 @dataclass(eq=False)
 class Gateway:
-    """One, from life to life."""
+    """A gateway, including its restarts."""
 
     name: str
     process: Process
@@ -120,7 +120,7 @@ class Gateway:
 
 
 class World:
-    """Built and run inside ``patched``. ``trace`` is a hash of all that happened."""
+    """A simulated cluster, built and run inside ``patched``. ``trace`` is a hash of all events."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.draw = seed, random.Random(seed)
@@ -141,9 +141,9 @@ class World:
         self.loads = Loads(checkpoint(ONE), random.Random(self.draw.random()))
         self.loads.step_s = self.mix.step_s
         self.digests: set[str] = set()
-        """Of all weights that a rank has served."""
+        """Digests of all weights that a rank has served."""
         self.well_since = 0.0
-        """When something was last missing to the cluster (service.py)."""
+        """Last time at which the cluster was unhealthy (service.py)."""
         self.on_life: Callable[[Process], None] = lambda life: None
         self.gateways: list[Gateway] = []
         self.failures: list[str] = []
@@ -154,7 +154,7 @@ class World:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """In here the machine below the cluster is this world's."""
+        """Replace the machine below the cluster with this world's during the block."""
         changes: list[Any] = [
             patch.object(parts, "load_model", self.loads),
             patch.object(parts, "GangLockstep", self.gangs.member),
@@ -167,7 +167,8 @@ class World:
             patch.object(channel, "store_server", self.wires.store_server),
             patch.object(channel, "store_client", self.wires.store_client),
             patch.object(channel, "GlooBackend", self.wires.backend),
-            # Torch's mode is of the one thread that all of these are, and would be others', too.
+            # Torch's mode belongs to the single real thread, so it would affect other processes as
+            # well.
             patch.object(DecodeEngine, "step", DecodeEngine.step.__wrapped__),
             patch.object(PrefillEngine, "step", PrefillEngine.step.__wrapped__),
             *(self._edge_changes() if self.mix.is_edge else ()),
@@ -185,7 +186,8 @@ class World:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _edge_changes(self) -> list[Any]:
-        """Patches where gateways have little room: bounds in proportion, and what may fail."""
+        """Return patches for gateways with little capacity: scaled bounds, and functions that may
+        fail."""
         arrivals = self.loads.arrivals
 
         def scatter(caches: PagedCaches, *given: Any) -> None:
@@ -220,7 +222,7 @@ class World:
         return self._trace.hexdigest()[:16]
 
     def told(self, what: str, *more: Any) -> None:
-        """Something happened."""
+        """Record an event."""
         self.num_updates[what] = self.num_updates.get(what, 0) + 1
         line = " ".join([f"{self.loop.time():.6f}", what, *map(str, more)])
         self._trace.update(line.encode())
@@ -228,7 +230,7 @@ class World:
             print(line, flush=True)
 
     def wrong(self, text: str) -> None:
-        """Something that may not be happened."""
+        """Record a violation."""
         self.told("WRONG", text)
         self.failures.append(f"{self.loop.time():.3f}: {text}")
         self.loop.stop()
@@ -241,7 +243,8 @@ class World:
         *given: Any,
         **build_options: Any,
     ) -> Any:
-        """As runtime/parts.py has it; every life of a rank begins here, once."""
+        """Start a rank like runtime/parts.py, and check that each epoch of a rank starts only
+        once."""
         if spec.epoch_name in self.lives:
             self.wrong(f"{spec.epoch_name} is begun twice")
         self.lives.add(spec.epoch_name)
@@ -251,14 +254,15 @@ class World:
         return await START_RANK(builder, spec, memory, *given, **build_options)
 
     def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> PeerLink:
-        """As the sink has it, which never goes back to an earlier life of a seat."""
+        """Link like the product's Sink, and check that it never returns to an earlier epoch of a
+        rank."""
         link = LINK(sink, owner, seat, epoch, control)
         if epoch < self.linked.get((sink, seat), epoch):
             self.wrong(f"{sink._local_rank} has a link to {seat} of epoch {epoch} again")
         self.linked[sink, seat] = epoch
         return link
 
-    # Machines and gateways.
+    # Machines and gateways
 
     def add_machine(self, num_cpus: float) -> Machine:
         number = len(self.ray.machines)
