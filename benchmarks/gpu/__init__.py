@@ -1,1 +1,1 @@
-"""What Tandem does on one GPU: exactness, kernels, steps beside their floors, hand-over."""
+"""Tandem on one GPU: exactness, kernels, steps compared with their floors, and hand-over."""

@@ -1,13 +1,14 @@
-"""One GPU's turn: what is right, and how far each part is from the least it can take.
+"""Check and measure Tandem on one GPU, and compare each part with its minimum time.
 
-    python -m benchmarks.gpu                          every section that has no results yet
+    python -m benchmarks.gpu                          # every section that has no results yet
     python -m benchmarks.gpu --sections kernels,steps --again
-    python -m benchmarks.gpu --rehearse --out /tmp/x  the same on a CPU, small: is the script whole?
-    python -m benchmarks.gpu --table --plot x.png     of what was measured before
 
-Sections run one after the other, each in a process of its own with a limit of its own; what one has
-measured is kept when it is ended. Lines go to OUT/results.jsonl. Weights are random and made on the
-device, but for the shipped checkpoint's. Nothing is tuned while it runs.
+    python -m benchmarks.gpu --rehearse --out /tmp/x  # test it on a CPU, small
+    python -m benchmarks.gpu --table --plot x.png     # show earlier results
+
+Sections run one after another, each in a separate process with a time limit. If a section is ended,
+its results so far are kept. Lines go to OUT/results.jsonl. Weights are random and made on the
+device, except those of the shipped checkpoint. Nothing is tuned during a run.
 """
 
 import argparse
@@ -39,7 +40,7 @@ SECTIONS = {
     "gang": 60,
     "answers": 60,
 }
-"""Seconds that each may take."""
+"""Time limit of each section in seconds."""
 
 
 def main() -> None:
@@ -63,7 +64,7 @@ def main() -> None:
 
 
 def _run_all(args: argparse.Namespace) -> list[str]:
-    """The names of sections that failed or ran out of time."""
+    """Return the names of sections that failed or timed out."""
     done, failed = {line["section"] for line in lines() if line["what"] == "took"}, []
     ends_at = time.monotonic() + args.minutes * 60
     for name in args.sections.split(","):
@@ -90,7 +91,7 @@ def _run_one(name: str, limit_s: float, is_rehearsal: bool) -> bool:
 
 
 def _table() -> Table:
-    """The latest of each line."""
+    """Return the latest result of each name."""
     table = Table(title=str(results_file()))
     for column in ("section", "what", "figures"):
         table.add_column(column)
@@ -106,11 +107,15 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sections", default=",".join(SECTIONS), metavar="NAME,..", help="[all]")
-    parser.add_argument("--again", action="store_true", help="also those that have results")
-    parser.add_argument("--minutes", type=float, default=8, help="for all of them together [8]")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at small sizes")
-    parser.add_argument("--table", action="store_true", help="measure nothing")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="shares of floors, drawn")
+    parser.add_argument("--again", action="store_true", help="also sections that have results")
+    parser.add_argument(
+        "--minutes", type=float, default=8, help="limit of all sections together [8]"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="run on a CPU with small sizes")
+    parser.add_argument("--table", action="store_true", help="only show earlier results")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot of the shares of floors"
+    )
     parser.add_argument("--out", type=Path, help="folder [build/gpu]")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -1,5 +1,8 @@
-"""Whole answers of the shipped checkpoint, one sequence at a time: what drafts bring, strict and
-relaxed (with TensorRT-LLM's settings for DeepSeek-R1)."""
+"""Whole answers of the shipped checkpoint, one sequence at a time.
+
+Measures the gain from drafts with strict and with relaxed acceptance. Relaxed acceptance uses
+TensorRT-LLM's settings for DeepSeek-R1.
+"""
 
 import statistics
 import time
@@ -35,7 +38,8 @@ def run(device: Device, say: Say) -> None:
 def request(
     loaded: LoadedModel, name: str, prompt_ids: list[int], kind: str, num_tokens: int
 ) -> Request:
-    """Relaxed acceptance is for what a model thinks, so there the prompt begins to."""
+    """Return a request. For relaxed acceptance its prompt opens thinking, to which it is
+    limited."""
     one = greedy(name, prompt_ids, num_tokens, ignore_eos=True)
     if kind == "strict":
         return one
@@ -47,8 +51,10 @@ def request(
 def answered(
     loaded: LoadedModel, asked: list[Request], num_drafts: int, device: Device
 ) -> tuple[float, float]:
-    """Median seconds a token after the first, and tokens a step; once before, so that programs
-    have been made."""
+    """Return the median seconds per token after the first, and the tokens per step.
+
+    One answer is generated before, so that the programs exist.
+    """
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=1, page_size=64, num_pages=64)
     times, steps = list[float](), list[int]()
     for one in (asked[0], *asked):

@@ -1,4 +1,4 @@
-"""What the device itself can do."""
+"""The device's own limits: copy bandwidth and matrix rate."""
 
 import torch
 
@@ -31,6 +31,6 @@ def run(device: Device, say: Say) -> None:
 
 
 def rates() -> Rates:
-    """As measured by this section, in this run or an earlier one."""
+    """Return the rates that this section measured, in this run or an earlier one."""
     copy, matrix = earlier("ceilings", "copy"), earlier("ceilings", "matrix")
     return Rates(copy["bytes_per_s"], matrix["flops_per_s"])

@@ -1,4 +1,4 @@
-"""What a kernel is once it was compiled for Hopper, without a device."""
+"""Properties of kernels compiled for Hopper, without a device."""
 
 import re
 import subprocess
@@ -18,11 +18,11 @@ from benchmarks.gpu.launches import Launch
 SM_SHARED_BYTES, MOST_SHARED_BYTES = 228 * 1024, 227 * 1024
 SM_REGISTERS, SM_THREADS, SM_PROGRAMS = 65536, 2048, 32
 LAUNCHED = JITFunction.run
-"""Before anybody notes what is launched."""
+"""Launcher of Triton, saved before launches are recorded."""
 
 
 class Hopper:
-    """A driver that knows what to compile for."""
+    """A Triton driver without a device, which names the target of compilation."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -36,9 +36,13 @@ class Hopper:
 
 @dataclass(frozen=True)
 class Compiled:
-    """``wgmma_n``: of the narrowest product on a warp group, 0 if there is none. ``num_buffers``:
-    fewest that anything staged has, 0 if nothing is. ``load_bytes``: of the widest global load of a
-    thread."""
+    """Properties of a compiled kernel.
+
+    Attributes:
+        wgmma_n: Columns of the narrowest product on a warp group, 0 if there is none.
+        num_buffers: Minimum number of buffers of anything staged, 0 if nothing is.
+        load_bytes: Bytes of the widest global load of a thread.
+    """
 
     num_registers: int
     num_spilled: int
@@ -51,7 +55,7 @@ class Compiled:
 
     @property
     def per_sm(self) -> int:
-        """Programs that fit at once."""
+        """Number of programs that fit on a processor at once."""
         registers = -(-self.num_registers // 8) * 8 * self.num_threads
         by_shared = SM_SHARED_BYTES // (self.shared_bytes + 1024)
         by_threads = SM_THREADS // self.num_threads
@@ -59,7 +63,7 @@ class Compiled:
 
 
 def compiled_of(launch: Launch) -> Compiled:
-    """Raises what Triton and ptxas raise."""
+    """Compile a launch. Raises the errors of Triton and ptxas."""
     given = {name: _mocked(value) for name, value in launch.given.items()}
     assert launch.kernel is not None and launch.grid is not None
     active, driver._active = driver._active, Hopper()
@@ -71,7 +75,7 @@ def compiled_of(launch: Launch) -> Compiled:
 
 
 def figures(made: Any) -> Compiled:
-    """Of what Triton compiled."""
+    """Return the properties of a kernel that Triton has compiled."""
     ptx, staged = made.asm["ptx"], made.asm["ttgir"]
     told = assembled(ptx)
     [num_registers] = map(int, re.findall(r"Used (\d+) registers", told))
@@ -91,7 +95,7 @@ def figures(made: Any) -> Compiled:
 
 
 def _loads(ptx: str) -> list[int]:
-    """Bytes of each global load."""
+    """Return the bytes of each global load."""
     copied = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?\], (\w+)", ptx)
     loaded = re.findall(r"ld\.global(?:\.[a-uw-z]\w*)*\.(?:v(\d)\.)?b(\d+)", ptx)
     sizes = [int(num or 1) * int(bits) // 8 for num, bits in loaded]
@@ -100,8 +104,8 @@ def _loads(ptx: str) -> list[int]:
 
 @cache
 def assembled(ptx: str) -> str:
-    """What ptxas says of it: registers, what spills, and wgmmas that wait for one another (C7510
-    to C7515)."""
+    """Return ptxas's report on a kernel: registers, spills, and serialised wgmmas (C7510 to
+    C7515)."""
     ptxas = [get_ptxas(90).path, "-v", "-arch=sm_90a", "-o", "/dev/null", "-"]
     return subprocess.run(ptxas, input=ptx, capture_output=True, text=True, check=True).stderr
 

@@ -1,4 +1,4 @@
-"""v and c at DeepSeek-V2-Lite's dimensions, as verify_cost has them."""
+"""v and c at DeepSeek-V2-Lite's dimensions, measured like in benchmarks/verify_cost.py."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A GPU, or in a rehearsal this CPU: how long work takes there."""
+"""Timing of work on a GPU, or on this CPU in a rehearsal."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ import torch
 
 Work = Callable[[], object]
 MUCH_BYTES = 192 << 20
-"""Some times the last cache of a GPU."""
+"""Several times the size of a GPU's last-level cache."""
 
 
 class Device:
@@ -28,7 +28,7 @@ class Device:
             torch.cuda.synchronize()
 
     def time_s(self, work: Work, num_times: int = 20, num_warm: int = 3) -> float:
-        """Median seconds of the device, one call after the other."""
+        """Return the median device time of one call in seconds; calls run one after another."""
         num_times, num_warm = (1, 0) if self.is_rehearsal else (num_times, num_warm)
         for _ in range(num_warm):
             work()
@@ -45,8 +45,10 @@ class Device:
         return statistics.median(began.elapsed_time(ended) for began, ended in spans) / 1e3
 
     def cold_s(self, work: Work, num_calls: int = 20) -> float:
-        """Seconds of one call inside a graph, behind others that leave nothing of what it reads in
-        the last cache: no launch of the host, no input at hand."""
+        """Return the seconds of one call inside a graph, with a cold last-level cache.
+
+        Other work before each call evicts its inputs from the cache. The host launches nothing.
+        """
         if self.is_rehearsal:
             return self.time_s(work)
         for _ in range(2):
@@ -67,7 +69,7 @@ class Device:
         return graph
 
     def host_s(self, work: Work, num_times: int = 20) -> float:
-        """Median seconds of the host, which does not wait for the device."""
+        """Return the median host time in seconds, without waiting for the device."""
         times = []
         for _ in range(1 if self.is_rehearsal else num_times):
             self.settle()

@@ -1,4 +1,5 @@
-"""Every drafter with its shipped weights: the tokens of no drafts, the same bits in both forms."""
+"""Every drafter with its shipped weights: same tokens as without drafts, same bits in both
+forms."""
 
 from benchmarks.drafters.arms import Arm, arms, is_there
 from benchmarks.gpu.device import Device

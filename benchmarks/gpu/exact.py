@@ -1,4 +1,4 @@
-"""The same tokens as on a CPU, the same bits in both forms, and no wait of the host in a step."""
+"""Check for the CPU's tokens, the same bits in both forms, and no host wait inside a step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,12 +64,13 @@ def answers(
 
 
 def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """But for the dummy page, which is anybody's."""
+    """Return whether the caches are equal, except the dummy page, whose content is arbitrary."""
     return all(torch.equal(a[1:], b[1:]) for a, b in zip(some, others, strict=True))
 
 
 def waits(loaded: LoadedModel, device: Device) -> str:
-    """What torch says of the first wait in a step of each form; nothing if there is none."""
+    """Return torch's message about the first host wait in a step of each form; "" if there is
+    none."""
     for is_captured in (False, True):
         loaded.dispatch.eager_reason = "" if is_captured else "to be compared"
         bench = Bench(loaded, num_drafts=3, max_rows=4, page_size=64)
@@ -88,7 +89,10 @@ def waits(loaded: LoadedModel, device: Device) -> str:
 
 
 def is_made_beside(loaded: LoadedModel) -> bool:
-    """While another stream is busy, as one is with a transfer whose other end waits for us."""
+    """Return whether a program can be made while another stream is busy.
+
+    This is the case during a transfer whose peer waits for this rank.
+    """
     program, x = (
         loaded.kernels.make_replayable(lambda x: (x + 1,)),
         torch.ones(8, device=loaded.device),

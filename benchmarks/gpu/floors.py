@@ -1,5 +1,7 @@
-"""The least that a step can take: bytes it must move and multiplications it must do, at the rates
-that were measured on the same device (ceilings.py)."""
+"""Minimum time of a step, from the bytes it must move and the multiplications it must do.
+
+Both are divided by the rates measured on the same device (ceilings.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +11,7 @@ from tandem.model.checkpoint.config import ModelConfig
 
 @dataclass(frozen=True)
 class Rates:
-    """``copied`` counts bytes read and bytes written."""
+    """Rates of a device. ``copied`` counts bytes read plus bytes written."""
 
     copied_bytes_per_s: float
     flops_per_s: float
@@ -31,12 +33,13 @@ ITEM_BYTES = 2
 
 
 def product(num_weights: float, num_tokens: float, item_bytes: int = ITEM_BYTES) -> Work:
-    """Weights are read once; activations are small beside them, or stay on the chip."""
+    """Return the work of a product. Weights are read once; activations are negligible or stay on
+    chip."""
     return Work(item_bytes * num_weights, 2 * num_weights * num_tokens)
 
 
 def attention(config: ModelConfig, num_rows: int, num_q: int, context: int) -> Work:
-    """Work of attention over latents, which all heads and query rows of a row share.
+    """Return the work of attention over latents, which all heads and queries of a row share.
 
     This is the absorbed form of docs/concepts/model.md.
     """
@@ -53,8 +56,10 @@ def layer(
     num_experts_hit: int,
     item_bytes: int = ITEM_BYTES,
 ) -> Work:
-    """Products of one layer; ``num_experts_hit`` routed experts are read. ``item_bytes`` are those
-    of weights, but for the absorbed ones and the gate's."""
+    """Return the work of one layer's products; ``num_experts_hit`` routed experts are read.
+
+    ``item_bytes`` is the size of a weight, except the absorbed ones and the gate's.
+    """
     c, dim = config, config.hidden_size
     q_dim = c.num_attention_heads * c.qk_head_dim
     q_rank = c.q_lora_rank
@@ -80,8 +85,12 @@ def decode_step(
     hit_by_layers: Sequence[int],
     item_bytes: int = ITEM_BYTES,
 ) -> Work:
-    """Verification of n + 1 tokens a row, and n passes of the MTP layer over one; before the first
-    one the cache entries of so many tokens. Experts hit are those of each pass and MoE layer."""
+    """Return the work of verifying n + 1 tokens per row and of n passes of the MTP layer.
+
+    Each pass covers one token per row. Before the first one, the MTP layer computes the cache
+    entries of all verified tokens. ``hit_by_drafts`` and ``hit_by_layers`` have the experts hit in
+    each pass and MoE layer.
+    """
     c, num_tokens, hits = config, num_rows * (num_drafts + 1), iter(hit_by_layers)
     work = product(c.vocab_size * c.hidden_size, num_tokens)
     for i in range(c.num_hidden_layers):
@@ -98,7 +107,8 @@ def decode_step(
 
 
 def prefill(config: ModelConfig, num_tokens: int) -> Work:
-    """One prompt, all experts hit; keys and values of every head are rebuilt once."""
+    """Return the work of one prompt. All experts are hit; keys and values of all heads are rebuilt
+    once."""
     c = config
     pairs = num_tokens * (num_tokens + 1) / 2
     per_pair = 2 * c.num_attention_heads * (c.qk_head_dim + c.v_head_dim)

@@ -1,5 +1,7 @@
-"""A gang of one rank whose tokens travel all the same: collectives of NCCL inside captured steps,
-and how such a life ends."""
+"""A gang of one rank whose tokens are still dispatched: NCCL collectives inside captured steps.
+
+Also tests the end of its epoch.
+"""
 
 import time
 from dataclasses import replace
@@ -41,7 +43,7 @@ def run(device: Device, say: Say) -> None:
 
 
 def spread_over(group: Collectives, loaded: LoadedModel, device: Device) -> LoadedModel:
-    """The same weights, with experts behind the ``group``."""
+    """Return a model with the same weights, whose experts are reached through ``group``."""
     config, parts = loaded.config, [loaded.network, getattr(loaded.drafter, "_layer", None)]
     placement = Placement.in_order(config.num_moe_layers, config.n_routed_experts, group.num_ranks)
     dispatch = AllGatherDispatch(placement, group.rank, device.kind, is_static=True)

@@ -1,4 +1,4 @@
-"""Pages into staging and out of it, as a hand-over does on both sides of the wire."""
+"""Copy pages into staging and out of it, like both ends of a hand-over."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Each kernel against fp64 of the same inputs, and its time beside its floor."""
+"""Compare each kernel with fp64 on the same inputs, and its time with its floor."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,7 +32,7 @@ from tandem.model.sampling.sampler import SamplingRows
 PAGE_SIZE = 64
 BF16 = torch.bfloat16
 MOST_WRONG = 2e-2
-"""Relative error; of bf16 products half of it is rounding."""
+"""Maximum relative error; for bf16 products half of it is rounding."""
 
 
 def run(device: Device, say: Say) -> None:
@@ -62,7 +62,7 @@ def draw(device: Device, *shape: int, scale: float = 1.0) -> Tensor:
 
 
 def error(got: Tensor, wanted: Tensor) -> float:
-    """Relative, in the norm; not a number if one of them is."""
+    """Return the relative error in the norm; NaN if either input has one."""
     return float((got.double() - wanted.double()).norm() / wanted.double().norm())
 
 
@@ -98,7 +98,8 @@ def attention(
 
     def attend(kernels: Kernels, rows: slice, kind: torch.dtype) -> Tensor:
         flat = slice(rows.start * num_q, rows.stop * num_q)
-        is_whole = rows.stop == num_rows  # as all layers of a step have them
+        # for the whole batch, use the tensors that all layers of a step share
+        is_whole = rows.stop == num_rows
         own_table, own_lens = (table, lens) if is_whole else (table[rows], lens[rows])
         angles, where = (cos[flat], sin[flat]), (cache.to(kind), own_table)
         ups = kernels.pack(up_k.to(kind)), kernels.pack(up_v.to(kind))
@@ -116,7 +117,7 @@ def attention(
 def _prompt(
     device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
 ) -> None:
-    """Causal attention over expanded keys and values; torch's time beside."""
+    """Measure causal attention over expanded keys and values, and torch's time for it."""
     c, num_pages = config, -(-num_tokens // PAGE_SIZE)
     heads, width = c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim
     cache = draw(device, 1 + num_pages, PAGE_SIZE, c.latent_dim)
@@ -176,7 +177,7 @@ def dense_fp8(
     forms: Sequence[tuple[str, Kernels]],
     num_tokens: int,
 ) -> None:
-    """The output projection, of rows as they are, or as prefill does of rows in FP8."""
+    """Measure the output projection, with bf16 rows, and with FP8 rows as in prefill."""
     from tandem.model.kernels.gpu.products import quantise
 
     width, num_out = config.num_attention_heads * config.v_head_dim, config.hidden_size
@@ -195,7 +196,7 @@ def dense_fp8(
 
 
 def _one(x_D: Tensor, slot: int, w1: Weights, w2: Weights) -> Tensor:
-    """In fp64."""
+    """Compute one expert in fp64."""
     up, down = (
         dense(one, num_parts, slot) if isinstance(one, Fp8BlockWeight) else one[slot].double()
         for one, num_parts in ((w1, 2), (w2, 1))
@@ -224,7 +225,8 @@ def _routing(
 def _rows(
     device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_tokens: int
 ) -> None:
-    """After attention, and after experts, whose outputs are summed there."""
+    """Measure the row kernels after attention and after experts, which also sum experts'
+    outputs."""
     x, one = (draw(device, num_tokens, config.hidden_size) for _ in range(2))
     weight, num_chosen = draw(device, config.hidden_size), config.num_experts_per_tok
     out = draw(device, num_tokens, num_chosen, config.hidden_size)
@@ -249,7 +251,7 @@ def _rows(
 def _sampling(
     device: Device, say: Say, name: str, config: ModelConfig, kernels: Kernels, num_rows: int
 ) -> None:
-    """What is wrong is the share of tokens that are not torch's."""
+    """Measure sampling. The error is the share of tokens that differ from torch's."""
     logits = 3 * torch.randn(num_rows, 1, config.vocab_size, device=device.kind)
     indices = torch.arange(num_rows, device=device.kind).unsqueeze(1)
     for top_p in (1.0, 0.95):

@@ -1,5 +1,7 @@
-"""What a function launches on a GPU, noted without one: its kernels are not run, and torch's
-operators work on tensors that have but shapes."""
+"""Record the GPU launches of a function without a GPU.
+
+Our kernels are not run, and torch's operators work on tensors that only have shapes.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,16 +16,21 @@ from triton.runtime.jit import JITFunction
 from tandem.model.kernels.gpu.kernels import TritonKernels
 
 NUM_PROCESSORS = 132
-"""Of an H100 and H200."""
+"""Streaming multiprocessors of an H100 or H200."""
 FREE = ("empty", "new_empty", "empty_like", "detach", "_unsafe_view", "lift_fresh", "alias")
-"""Operators that launch nothing, beside those that give views."""
+"""Operators that launch nothing, besides those that return views."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Of a kernel of ours, with its ``grid``, arguments and options by name; or of an operator of
-    torch's, with arguments by place. ``out`` are what an operator gave. ``is_beside``: it is a
-    branch of the graph, and others run at the same time."""
+    """A launch of a kernel of ours, or of an operator of torch.
+
+    Attributes:
+        given: Arguments and options by name; arguments of an operator by position.
+        out: Results of an operator.
+        grid: Grid of a kernel of ours.
+        is_beside: Whether it is in a branch of the graph that runs in parallel with others.
+    """
 
     name: str
     given: dict[str, Any]
@@ -34,7 +41,7 @@ class Launch:
 
 
 class Noted(TritonKernels):
-    """Kernels for a GPU with NUM_PROCESSORS; what runs beside others is told."""
+    """Kernels for a GPU with NUM_PROCESSORS that record which work runs in parallel."""
 
     def __init__(self, quantises: bool = False) -> None:
         super().__init__(NUM_PROCESSORS, quantises)
@@ -49,7 +56,7 @@ class Noted(TritonKernels):
 
 @contextmanager
 def noted(kernels: Noted) -> Iterator[list[Launch]]:
-    """The launches of what runs inside, in their order."""
+    """Record the launches made during the block, in order."""
     found: list[Launch] = []
     run = JITFunction.run
 

@@ -3,14 +3,24 @@
     python -m benchmarks.gpu.ledger [--model v2-lite] [--rows 1,32] [--contexts 4096] [--launches]
         [--measured build/gpu/results.jsonl]
 
-A launch takes the largest of its bytes by BANDWIDTH x e, its multiplications by RATE x e, and
-SHORTEST, and NODE besides if nothing runs beside it; bytes and multiplications take turns where
-what is staged has one buffer. For kernels of ours e follows from what they
-compile to for Hopper. Of memory it is MOST x min(1, KB in flight on each processor / ENOUGH_KB): a
-program has in flight all stages but one of its shared memory, or where nothing is staged all it
-reads. Of multiplications it is MOST for wgmma with two programs on a processor; 0.6 of that with
-one, whose loads, softmax and products take turns; 0.4 of it without wgmma; less by as much as its
-columns are fewer than WIDE. Libraries reach MOST.
+The time of a launch is the largest of three terms:
+
+- its bytes, divided by BANDWIDTH x e;
+- its multiplications, divided by RATE x e;
+- SHORTEST_S.
+
+NODE_S is added unless the launch runs in parallel with another one. If the kernel has a single
+staging buffer, the first two terms are added, because loads and products alternate.
+
+The efficiencies e of our kernels follow from their code compiled for Hopper:
+
+- Memory: MOST x min(1, KB in flight on each processor / ENOUGH_KB). A program has all stages but
+  one of its shared memory in flight. Without stages it has everything that it reads in flight.
+- Multiplications: MOST for wgmma with two or more programs on a processor. One program reaches
+  0.6 of that, because its loads, softmax and products alternate. Without wgmma it is 0.4 of that.
+  If a product has fewer columns than WIDE, it is reduced in proportion.
+
+Libraries reach MOST in both.
 """
 
 import argparse
@@ -39,19 +49,19 @@ from benchmarks.gpu.work import Step, hit, work_of
 from tandem.model.drafters.none import NoDrafter
 
 BANDWIDTH, RATE = 4.3e12, 7.9e14
-"""An H200's, measured: bytes copied, and multiplications in bf16."""
+"""Measured rates of an H200: bytes copied, and multiplications in bf16."""
 MOST, ENOUGH_KB = 0.85, 30
 SHORTEST_S, NODE_S = 2e-6, 1.3e-6
 WIDE = 32
-"""From so many columns on a wgmma multiplies as long as it reads its 64 rows from shared memory."""
+"""Columns from which on a wgmma is not bound by reading its 64 rows from shared memory."""
 SMALL_BYTES = 1 << 20
 LONGEST_LOAD = 16 * 1024
-"""Bytes that a program without stages has in flight at most: its registers."""
+"""Maximum bytes that a program without stages has in flight, limited by its registers."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """``of_memory`` and ``of_rate`` are e."""
+    """Prediction for one launch. ``of_memory`` and ``of_rate`` are its efficiencies e."""
 
     launch: Launch
     work: floors.Work
@@ -70,7 +80,7 @@ class Line:
 
 @cache
 def model_of(name: str, in_fp8: bool) -> tuple[Any, Noted]:
-    """Of tensors without values."""
+    """Build a model of tensors without values."""
     kernels = Noted()
     with FakeTensorMode(), torch.inference_mode():
         kind = torch.device("cpu"), torch.bfloat16
@@ -99,7 +109,7 @@ def launches_of(
 def step_of(
     name: str, num_rows: int, context: int, num_drafts: int, in_fp8: bool
 ) -> tuple[list[Launch], list[floors.Work]]:
-    """Its launches, and the work of each."""
+    """Return the launches of a step, and the work of each."""
     launches = launches_of(name, num_rows, context, num_drafts, in_fp8)
     step = Step(context, model_of(name, in_fp8)[0].config.num_experts_per_tok)
     return launches, [work_of(one, step) for one in launches]
@@ -127,7 +137,7 @@ def lines_of(
     in_fp8: bool,
     only: Container[str] | None = None,
 ) -> list[Line]:
-    """Of all launches, or ``only`` of those so called."""
+    """Return the predictions for all launches, or only for those named in ``only``."""
     told = zip(*step_of(name, num_rows, context, num_drafts, in_fp8), strict=True)
     return [line_of(*one) for one in told if only is None or one[0].name in only]
 
@@ -171,7 +181,7 @@ def numbers(text: str) -> list[int]:
 
 
 def _of_launches(what: str, lines: Sequence[Line]) -> Table:
-    """Those of a name together, what takes longest first."""
+    """Return a table of launches grouped by name, the longest first."""
     table = Table(title=what)
     for title in ("launch", "times", "us", "us each", "MB each", "e memory", "e rate", "per SM"):
         table.add_column(title, justify="right")
@@ -205,11 +215,11 @@ def _arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="v2-lite", choices=SHAPES, help="[v2-lite]")
-    add("--fp8", action="store_true", help="weights in blocks of FP8")
+    add("--fp8", action="store_true", help="use block-scaled FP8 weights")
     add("--rows", type=numbers, default="1,8,32,64,128", metavar="N,..")
     add("--contexts", type=numbers, default="1024,4096", metavar="N,..")
-    add("--launches", action="store_true", help="each kind of launch too")
-    add("--measured", type=Path, metavar="FILE", help="results of benchmarks.gpu, beside these")
+    add("--launches", action="store_true", help="also list each kind of launch")
+    add("--measured", type=Path, metavar="FILE", help="results of benchmarks.gpu to show")
     return parser.parse_args()
 
 

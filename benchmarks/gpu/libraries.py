@@ -8,7 +8,7 @@ from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.kernels import create_kernels
 
 ATTENTIONS = (1, 1, 4096), (8, 1, 4096), (32, 1, 4096), (32, 4, 4096), (8, 4, 32768)
-"""Rows, queries of each and contexts."""
+"""Numbers of rows, queries per row, and context lengths."""
 
 
 def run(device: Device, say: Say) -> None:

@@ -1,4 +1,4 @@
-"""What was measured as a picture: how much of their floors' rate steps and prompts reach."""
+"""Plot the share of their floors' rate that steps and prompts reach."""
 
 import re
 from collections import defaultdict
@@ -9,7 +9,8 @@ from benchmarks.gpu.say import lines
 STEP = re.compile(r"(?P<shape>.+), (?P<x>\d+) rows of (?P<context>\d+), n = (?P<n>\d+)")
 PROMPT = re.compile(r"(?P<shape>.+), (?P<x>\d+) tokens")
 GOALS = {"steps": ((1, 0.6), (32, 0.7)), "prefill": ((1024, 0.6), (4096, 0.45), (16384, 0.45))}
-"""Rows or tokens, and the share asked for: of prompts of 4k and more, that of the matrix rate."""
+"""Rows or tokens, and the share to reach. For prompts of 4k and more, it is a share of the matrix
+rate."""
 Curves = dict[str, dict[int, float]]
 
 
@@ -41,8 +42,10 @@ def save_plot(path: Path) -> None:
 
 
 def curves(section: str) -> dict[str, Curves]:
-    """The share of the floor's rate by rows or tokens: of steps by shape, then by context and
-    number of drafts; of prompts by shape."""
+    """Return the share of the floor's rate by rows or tokens.
+
+    Steps are grouped by shape, then by context and number of drafts; prompts by shape.
+    """
     found: dict[str, Curves] = defaultdict(lambda: defaultdict(dict))
     pattern = {"steps": STEP, "prefill": PROMPT}[section]
     for line in lines():

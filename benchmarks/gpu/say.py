@@ -10,8 +10,10 @@ OUT = "TANDEM_GPU_OUT"
 
 
 class Say:
-    """Writes what a section has measured as soon as it is known; ``wrong`` are the lines of which
-    it says ``is_right=False``."""
+    """Writes each measurement of a section as soon as it is known.
+
+    ``wrong`` collects the lines with ``is_right=False``.
+    """
 
     def __init__(self, section: str) -> None:
         self._section = section
@@ -37,7 +39,7 @@ def lines() -> Iterator[dict[str, Any]]:
 
 
 def earlier(section: str, what: str) -> dict[str, Any]:
-    """The latest line of that name. Raises ValueError if there is none."""
+    """Return the latest line of that name. Raises ValueError if there is none."""
     found = [one for one in lines() if (one["section"], one["what"]) == (section, what)]
     if not found:
         raise ValueError(f"{results_file()} has no {what!r} of {section}: run that section first")

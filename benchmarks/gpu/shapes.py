@@ -1,4 +1,4 @@
-"""Published dimensions with random weights, made where they are used."""
+"""Models of published dimensions with random weights, made on the device that uses them."""
 
 from typing import Any
 
@@ -69,8 +69,13 @@ def random_model(
     quantises: bool = False,
     kernels: Kernels | None = None,
 ) -> LoadedModel:
-    """Weights may be ``in_fp8``, and products with them of rows in FP8 too, as prefill has them.
-    ``kernels`` are those of the device unless they are given."""
+    """Build a random model.
+
+    Args:
+        in_fp8: Use FP8 weights.
+        quantises: Also quantise the rows multiplied with them, like prefill does.
+        kernels: Kernels to use; None for those of the device.
+    """
     config = ModelConfig.from_dict(SHAPES[name])
     dispatch = Dispatch(config.n_routed_experts)
     with torch.device("meta"):
@@ -94,7 +99,7 @@ def random_model(
 
 
 def _fill(part: nn.Module, device: torch.device, dtype: torch.dtype, made: Any) -> None:
-    """Weights of the size that keeps activations alive; norms around 1."""
+    """Fill a module with weights that keep activations in range, and norms around 1."""
     for owner in part.modules():
         for name, tensor in list(owner.named_parameters(recurse=False)):
             value = _random(tensor, device, dtype, made)
@@ -106,7 +111,7 @@ def _fill(part: nn.Module, device: torch.device, dtype: torch.dtype, made: Any) 
 
 
 def _random(like: Tensor, device: torch.device, dtype: torch.dtype, made: Any) -> Tensor:
-    """In slices, so that fp32 numbers never take much beside what is kept."""
+    """Draw in slices, so that the fp32 numbers take little memory compared with the result."""
     is_fp8 = like.dtype == torch.float8_e4m3fn
     out = torch.empty(like.shape, dtype=like.dtype if is_fp8 else dtype, device=device)
     if like.dim() == 1:

@@ -1,4 +1,4 @@
-"""Decode steps of published dimensions beside their floors, eager and captured."""
+"""Decode steps of published dimensions compared with their floors, eager and captured."""
 
 import statistics
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def run(device: Device, say: Say) -> None:
 def _drawn(
     device: Device, say: Say, name: str, loaded: LoadedModel, num_rows: int, context: int
 ) -> None:
-    """Steps that draw, by those that take the likeliest."""
+    """Time steps that sample, relative to steps that take the most likely tokens."""
     for n in (0, NUM_DRAFTS):
         drafting, times = loaded if n else replace(loaded, drafter=NoDrafter()), []
         for sampling in ({}, {"temperature": 1.0, "top_p": 0.95}):
@@ -111,7 +111,7 @@ def _at(
 
 
 class Steps:
-    """Rows of equal contexts on pages of their own, whose latents are random."""
+    """Rows of equal contexts on separate pages, whose latents are random."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class Steps:
 
 @contextmanager
 def experts_hit(loaded: LoadedModel) -> Iterator[list[int]]:
-    """How many different experts each MoE layer of what runs inside chooses, in their order."""
+    """Count the distinct experts that each MoE layer chooses during the block, in layer order."""
     found: list[int] = []
     route = loaded.kernels.route
 

@@ -1,5 +1,7 @@
-"""Hand-overs between two processes on one device, over gloo and pinned memory, beside what gloo
-alone sends: two ranks of NCCL want a GPU each."""
+"""Hand-overs between two processes on one device, over gloo and pinned memory.
+
+They are compared with what gloo alone sends. NCCL is left out, because its ranks need a GPU each.
+"""
 
 import statistics
 

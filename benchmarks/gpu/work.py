@@ -1,7 +1,7 @@
-"""Bytes and multiplications of a launch: what it has to move and do, each of its inputs counted as
-often as its programs read them from memory or the last cache.
+"""Bytes and multiplications that a launch requires.
 
-Routed experts: those that are expected to be hit when every token chooses alike.
+An input counts each time the programs read it from memory or the last-level cache. For routed
+experts it is the expected number of hit experts if tokens choose uniformly.
 """
 
 from collections.abc import Callable
@@ -18,8 +18,12 @@ from benchmarks.gpu.launches import Launch
 
 @dataclass(frozen=True)
 class Step:
-    """What tensors without values do not tell: tokens of context that each row attends to, and how
-    many experts a token chooses."""
+    """Properties of a step that tensors without values lack.
+
+    Attributes:
+        context: Tokens of context that each row attends to.
+        num_chosen: Experts that a token chooses.
+    """
 
     context: int
     num_chosen: int
@@ -33,18 +37,18 @@ def work_of(launch: Launch, step: Step) -> Work:
 
 
 def hit(num_experts: int, num_tokens: float, num_chosen: int) -> float:
-    """Experts expected among those that so many tokens choose."""
+    """Return the expected number of distinct experts that ``num_tokens`` tokens choose."""
     return num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens)
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes that it has of its own: an axis of stride 0 is one."""
+    """Return the bytes that a tensor occupies; an axis of stride 0 counts as one."""
     told = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, stride in told if stride) * tensor.element_size()
 
 
 def _nbytes(given: Any) -> int:
-    """Of all tensors, each once."""
+    """Return the bytes of all tensors, each counted once."""
     tensors = {id(one): one for one in tree_leaves(given) if isinstance(one, Tensor)}
     return sum(map(_size, tensors.values()))
 
@@ -73,13 +77,13 @@ def _attend(launch: Launch, step: Step) -> Work:
 
 
 def _merge(launch: Launch, step: Step) -> Work:
-    if "part" not in launch.given:  # of tokens (sample.py)
+    if "part" not in launch.given:  # tokens are merged, not parts of attention (sample.py)
         return Work(_nbytes(launch.given), 0)
     return Work(_written(launch.given["part"], step) + _size(launch.given["out"]), 0)
 
 
 def _written(part: Tensor, step: Step) -> float:
-    """Of parts of the context those that have slots, of 64 at least (attend.py)."""
+    """Return the bytes of the parts that have slots, each of at least 64 (attend.py)."""
     num_parts = part.shape[2]
     return _size(part) * min(1, step.context / 64 / num_parts)
 
@@ -90,7 +94,7 @@ def _entry(launch: Launch, step: Step) -> Work:
 
 
 def _experts(launch: Launch, step: Step) -> Work:
-    """Either product of routed experts, of pairs of a token and an expert."""
+    """Return the work of either product of routed experts, over (token, expert) pairs."""
     given, num_pairs = launch.given, launch.given["num_pairs"]
     w = given["w"]
     num_hit = hit(len(w), num_pairs / step.num_chosen, step.num_chosen)
@@ -101,7 +105,7 @@ def _experts(launch: Launch, step: Step) -> Work:
 
 
 def _product(launch: Launch, step: Step) -> Work:
-    """One matrix, or those of experts with rows sorted by them."""
+    """Return the work of one matrix, or of experts' matrices with rows sorted by expert."""
     given = launch.given
     w, x, out = given["w"], given["x"], given["out"]
     num_rows = given["num_rows"]
@@ -140,4 +144,4 @@ KERNELS: dict[str, Callable[[Launch, Step], Work]] = {
     "_logits": _gate,
     "_move": _move,
 }
-"""Those that do not read all they are given once."""
+"""Kernels that do not read all their inputs exactly once."""

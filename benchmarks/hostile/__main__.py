@@ -1,13 +1,18 @@
-"""Measure honest streams beside hostile clients of one gateway.
+"""Measure honest streams in parallel with hostile clients of one gateway.
 
     python -m benchmarks.hostile [--kind connects ..] [--rounds 5] [--json FILE]
 
-Eight honest streams ask a real `tandem serve`, one request after the other, beside one kind of
-hostile client at a time. Rounds take turns with those of a control: the same requests beside
-processes that burn as much CPU time as the hostile client used, and as the gateway used beyond
-what honest requests cost it. Everything goes over loopback. The exit code is 1 if honest requests
-were refused, a rank was lost, p99 of TTFT was more than twice that of the control, p99 of ITL more
-than 1.5 times, or the gateway grew by more than 20 MB from the second round to the fifth.
+Eight honest streams send requests to a real `tandem serve`, while one kind of hostile client runs.
+Rounds alternate with those of a control: the same requests, and processes that burn CPU time. They
+burn the hostile client's CPU time, and the gateway's beyond the cost of honest requests. All
+traffic goes over loopback.
+
+The exit code is 1 in any of these cases:
+
+- Honest requests were refused, or a rank was lost.
+- p99 of TTFT was more than twice that of the control.
+- p99 of ITL was more than 1.5 times that of the control.
+- The gateway grew by more than 20 MB from the second round to the fifth.
 """
 
 import argparse
@@ -58,7 +63,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--kind", dest="kinds", choices=[*KINDS, *HARMLESS], action="append", help="kind [all]")
-    add("--rounds", type=int, default=5, help="rounds beside each kind [5]")
+    add("--rounds", type=int, default=5, help="rounds with each kind [5]")
     add("--requests", type=int, default=40, help="honest requests of a round [40]")
     add("--streams", type=int, default=8, help="honest streams [8]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")

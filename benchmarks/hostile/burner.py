@@ -20,7 +20,7 @@ while True:
 
 @contextmanager
 def burning(*rates: float) -> Iterator[None]:
-    """Burn CPU seconds per second at each of ``rates``, in as many processes as a rate needs."""
+    """Burn CPU seconds per second at each of ``rates``; a rate above 1 uses several processes."""
     shares = [rate / math.ceil(rate) for rate in rates if rate > 0 for _ in range(math.ceil(rate))]
     with running([sys.executable, "-S", "-c", BURN, str(share)] for share in shares):
         yield

@@ -19,7 +19,7 @@ READY_S = 45.0
 
 
 async def misbehave(client: Hostile, seconds: float) -> None:
-    """Run a client for so long after it has become ready, or until SIGTERM."""
+    """Run a client for ``seconds`` after it has become ready, or until SIGTERM."""
     over = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, over.set)
     running = asyncio.create_task(client.run())

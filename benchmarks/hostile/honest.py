@@ -1,4 +1,4 @@
-"""Clients that behave: streams, clients that connect anew, and probes of the HTTP port."""
+"""Well-behaved clients: streams, clients that reconnect, and probes of the HTTP port."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ MAX_TOKENS = 48
 ANSWER_S = 30.0
 """Time after which an answer counts as refused."""
 NEWCOMER_S = 0.5
-"""Time between two clients that connect anew, and between two probes."""
+"""Time between two new connections, and between two probes."""
 
 
 class OwnConnection(AsyncClient):
@@ -35,8 +35,8 @@ class Figures:
     Attributes:
         ttfts_s: Time from a request to its first token.
         gaps_s: Times between two pieces of a stream.
-        refused: Errors of streams, whose connections were there before.
-        turned_away: Errors of clients that connected anew.
+        refused: Errors of streams, whose connections existed before.
+        turned_away: Errors of clients with a new connection.
         failed_probes: Errors of requests to /livez.
     """
 
@@ -47,19 +47,19 @@ class Figures:
     failed_probes: list[str] = field(default_factory=list)
 
     def add(self, other: "Figures") -> None:
-        """Take in the figures of another round."""
+        """Add the figures of another round."""
         for name, values in vars(other).items():
             getattr(self, name).extend(values)
 
     def note(self, sent_at: float, moments: Sequence[float]) -> None:
-        """Take in a stream's request and the moments of its pieces."""
+        """Add a stream's request and the moments of its pieces."""
         self.ttfts_s.append(moments[0] - sent_at)
         self.gaps_s += [later - earlier for earlier, later in pairwise(moments)]
 
 
 @asynccontextmanager
 async def streams(address: str, num: int) -> AsyncIterator[list[OwnConnection]]:
-    """Connect ``num`` clients, which try nothing again."""
+    """Connect ``num`` clients, which never retry."""
     clients = [OwnConnection(address, retry_s=0) for _ in range(num)]
     try:
         yield clients
@@ -71,7 +71,8 @@ async def streams(address: str, num: int) -> AsyncIterator[list[OwnConnection]]:
 async def measure(
     clients: Sequence[AsyncClient], texts: Sequence[str], addresses: tuple[str, str]
 ) -> Figures:
-    """Send all ``texts``, one after the other from each client, beside newcomers and probes."""
+    """Send all ``texts``, one after another from each client, in parallel with newcomers and
+    probes."""
     found, queue = Figures(), [*texts]
     grpc_address, http_address = addresses
     beside = [

@@ -1,4 +1,4 @@
-"""Tables, JSON and bounds of what rounds beside hostile clients have measured."""
+"""Tables, JSON and bounds of rounds with hostile clients."""
 
 import statistics
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def is_within_bounds(found: dict[str, Any]) -> bool:
 
 
 def time_table(found: Sequence[dict[str, Any]], alone: dict[str, Any]) -> Table:
-    """Return the times of honest requests beside each kind, its control, and alone."""
+    """Return the times of honest requests with each kind, with its control, and alone."""
     shown = Table(title="honest streams, p50 / p99 in ms")
     columns = ("TTFT", "control", "ratio of p99", "ITL", "control", "ratio of p99")
     for column in ("beside", "requests", *columns):

@@ -1,4 +1,4 @@
-"""Rounds of honest requests beside a hostile client, and beside the CPU time that it costs."""
+"""Rounds of honest requests with a hostile client, and with an equal load of CPU time."""
 
 import asyncio
 import json
@@ -25,16 +25,16 @@ FIRST_ROUND, LAST_ROUND = 1, 4
 
 @dataclass
 class Measured:
-    """Rounds beside one kind of hostile client, and rounds of the control.
+    """Rounds with one kind of hostile client, and rounds of the control.
 
     Attributes:
-        rss_mb: Minimum of the gateway's resident memory in each round. A text that is being
-            tokenised takes hundreds of MB for a moment; what stays is in the minimum.
+        rss_mb: Minimum of the gateway's resident memory in each round. It leaves out texts being
+            tokenised, which take hundreds of MB for a moment.
         peaks_mb: Maximum of it in each round.
         hostile_rates: CPU seconds per second of the hostile client in each round.
         gateway_rates: The same of the gateway, beyond what honest requests cost it.
-        counts: What became of the hostile client's calls.
-        lost: What the gateway logged about lost ranks, and ranks that have restarted.
+        counts: Outcomes of the hostile client's calls.
+        lost: The gateway's log lines about lost ranks, and ranks that have restarted.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Measured:
 
 @contextmanager
 def hostile_client(kind: str, server: Serving, http: str) -> Iterator[tuple[int, Counter[str]]]:
-    """Run a hostile client beside the block. Yields its pid and what it counts, which is there
+    """Run a hostile client during the block. Yields its pid and its counts, which are complete
     after the block."""
     words = ["--kind", kind, "--grpc", server.address, "--http", http, "--seconds", "600"]
     command = [sys.executable, "-m", "benchmarks.hostile.client", *words]
@@ -94,7 +94,7 @@ class Rounds:
         return found
 
     async def measure(self, kind: str, num_rounds: int, on_round: Callable[[], None]) -> Measured:
-        """Take turns between rounds beside the hostile client and rounds of the control."""
+        """Alternate between rounds with the hostile client and rounds of the control."""
         found = Measured(kind)
         num_logged, born = len(self._server.log), await self._lives()
         for _ in range(num_rounds):
@@ -130,7 +130,7 @@ class Rounds:
             return await measure(self._clients, self._texts, (self._server.address, self._http))
 
     async def _lives(self) -> dict[str, Any]:
-        """Epoch and place of each rank's process by name."""
+        """Return the epoch and machine of each rank's process by name."""
         status = await self._clients[0].status()
         return {rank.name: (rank.epoch, rank.born, rank.alive) for rank in status.ranks}
 
@@ -150,7 +150,7 @@ async def run_all(
     num_rounds: int,
     on_round: Callable[[], None],
 ) -> tuple[Figures, list[Measured]]:
-    """Measure requests alone, then beside each kind."""
+    """Measure requests alone, then with each kind."""
     async with streams(server.address, num_streams) as clients:
         rounds = Rounds(server, http, clients, texts)
         alone = await rounds.calibrate()

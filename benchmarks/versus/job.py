@@ -1,6 +1,6 @@
-"""What a turn of one engine process is asked, and what it answers: JSON, standard library only.
+"""Orders to an engine process and its answers: JSON, standard library only.
 
-Every engine's process imports this, the peers' environments too.
+Every engine's process imports this module, in the peers' environments too.
 """
 
 import asyncio
@@ -15,14 +15,17 @@ from benchmarks.busy import busy
 
 WARM_UP_TOKENS = 16
 MAX_ROWS = 64
-"""No engine writes more answers at once; later ones wait."""
+"""Maximum number of answers that any engine generates at once; later ones wait."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One load for one batch of prompts; ``batches`` are warmed up with first, then measured.
-    Sequences of a batch are sent ``arrivals_s`` after its begin, all at once if there are none.
-    ``num_busy`` processes compute on the same cores from its warm-up on."""
+    """One load for one batch of prompts.
+
+    ``batches`` are used for a warm-up first, then measured. Sequences of a batch are sent
+    ``arrivals_s`` after its start; all at once if this is empty. ``num_busy`` processes compute on
+    the same cores, from the warm-up on.
+    """
 
     name: str
     warm_up: list[list[int]]
@@ -42,18 +45,18 @@ class Trial:
         return len(self.warm_up[0])
 
     def warming(self) -> "Trial":
-        """The same with short answers, all at once."""
+        """Return the same trial with short answers, all sent at once."""
         return replace(self, max_tokens=min(self.max_tokens, WARM_UP_TOKENS), arrivals_s=[])
 
     async def arrival(self, index: int, began: float) -> None:
-        """Wait until sequence ``index`` of a batch that ``began`` then is due."""
+        """Wait until sequence ``index`` of a batch is due; the batch started at ``began``."""
         if self.arrivals_s:
             await asyncio.sleep(began + self.arrivals_s[index] - time.perf_counter())
 
 
 @dataclass(frozen=True)
 class Job:
-    """One life of an engine process. ``options`` are the engine's own."""
+    """One run of an engine process. ``options`` are specific to the engine."""
 
     model_path: str
     dtype: str
@@ -64,7 +67,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
 
     def in_turn(self) -> Iterator[Trial]:
-        """Each trial, with those beside it that it asks for until the next one is."""
+        """Yield each trial while its busy processes run."""
         for trial in self.trials:
             with busy(trial.num_busy):
                 yield trial
@@ -75,7 +78,7 @@ class Job:
 
     @property
     def max_model_len(self) -> int:
-        """Room for the longest prompt, its answer and drafts, in whole pages of 64."""
+        """Maximum length of prompt, answer and drafts, in whole pages of 64."""
         longest = max(trial.prompt_tokens + trial.max_tokens for trial in self.trials)
         return (longest + self.num_drafts + 64) // 64 * 64
 
@@ -105,7 +108,7 @@ class Event:
 
 @dataclass
 class Timeline:
-    """All tokens of one batch; the first of each sequence is its prefill's."""
+    """All tokens of one batch; the first of each sequence is from prefill."""
 
     num_sequences: int
     events: list[Event] = field(default_factory=list)
@@ -119,7 +122,7 @@ class Timeline:
 
 
 def say(kind: str, **values: Any) -> None:
-    """One line to whoever started this process."""
+    """Write one line to the process that started this one."""
     print("@@" + json.dumps({"kind": kind, **values}), flush=True)
 
 
@@ -130,5 +133,5 @@ def say_batch(trial: Trial, timeline: Timeline) -> None:
 
 
 def heard(line: str) -> dict[str, Any] | None:
-    """What ``say`` wrote, or None if the line is something else."""
+    """Parse a line written by ``say``; return None for any other line."""
     return json.loads(line[2:]) if line.startswith("@@{") else None

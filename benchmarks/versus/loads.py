@@ -1,4 +1,4 @@
-"""Which prompts each round sends, and how much is asked of an engine at once."""
+"""The prompts of each round, and the number of requests that an engine gets at once."""
 
 import random
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from benchmarks.versus.job import Trial
 
 WARM_UP = -1
 NUM_WARMING = 4
-"""Prompts that an engine is warmed up with, before others arrive at their own times."""
+"""Prompts of an engine's warm-up, before requests with arrival times."""
 
 
 @dataclass(frozen=True, order=True)
@@ -19,9 +19,9 @@ class Load:
     temperature: float
     max_tokens: int
     rate_per_s: float = 0.0
-    """Sequences are sent at random times (Poisson), so many a second in the mean; 0 is at once."""
+    """Mean number of sequences sent per second, at random times (Poisson); 0 sends all at once."""
     num_busy: int = 0
-    """Processes that do nothing but compute on the engine's cores meanwhile."""
+    """Number of processes that compute on the engine's cores at the same time."""
 
     @property
     def name(self) -> str:
@@ -31,7 +31,8 @@ class Load:
         return f"p{self.prompt_tokens}-s{self.num_sequences}{warm}-o{self.max_tokens}{rate}{busy}"
 
     def trial(self, checkpoint: Checkpoint, batches: range) -> Trial:
-        """The same prompts for every arm; those of each batch and the warm-up's are others."""
+        """Return the trial. All arms get the same prompts; batches and warm-up have different
+        ones."""
         warm_up, *rest = (self._prompts(checkpoint, batch) for batch in (WARM_UP, *batches))
         ignore_eos, arrivals_s = not checkpoint.is_trained, self.arrivals_s()
         if arrivals_s:
@@ -40,7 +41,7 @@ class Load:
         return Trial(self.name, warm_up, rest, *how)
 
     def arrivals_s(self) -> list[float]:
-        """The same for every arm."""
+        """Return arrival times, which are the same for every arm."""
         if not self.rate_per_s:
             return []
         rng = random.Random(f"arrivals {self.rate_per_s}")
@@ -53,7 +54,7 @@ class Load:
 
 
 def arriving(prompts: list[int], rates: list[float], num: int, max_tokens: int) -> list[Load]:
-    """Every prompt length by every rate, ``num`` requests each."""
+    """Return loads for every prompt length and rate, ``num`` requests each."""
     return [Load(length, num, 0.0, max_tokens, rate) for length in prompts for rate in rates]
 
 
@@ -65,8 +66,11 @@ def loads_of(
     max_tokens: int,
     max_prompt_tokens: int,
 ) -> list[Load]:
-    """Every prompt length by every number of sequences, up to ``max_prompt_tokens`` in all;
-    sampled ones with the shortest prompts of a trained checkpoint only."""
+    """Return loads for every prompt length and number of sequences, up to ``max_prompt_tokens`` in
+    all.
+
+    Sampled loads use only the shortest prompts of a trained checkpoint.
+    """
     found = [
         Load(length, num, temperature, max_tokens)
         for temperature in temperatures

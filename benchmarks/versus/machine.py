@@ -1,4 +1,4 @@
-"""What a figure was taken on."""
+"""The machine on which a figure was measured."""
 
 import platform
 import time
@@ -8,12 +8,12 @@ from typing import Any
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_int8")
 BUSY = 0.1
-"""Cores in use beside ours above this share: something else is running, figures mean little."""
+"""Share of cores used by other work above which figures are unreliable."""
 SAMPLE_S = 1.0
 
 
 def cpu() -> dict[str, Any]:
-    """Model, and which of the instructions that decide the speed of bf16 it has."""
+    """Return the CPU's model, and which instructions that decide the speed of bf16 it has."""
     fields: dict[str, str] = {}
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else []:
@@ -25,14 +25,14 @@ def cpu() -> dict[str, Any]:
 
 
 def moment(sample_s: float = SAMPLE_S) -> dict[str, Any]:
-    """When, and the share of the cores in use while nothing of ours runs."""
+    """Return the time, and the share of the cores in use while nothing of ours runs."""
     share = busy_share(sample_s)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return {"at": now, "others_share": round(share, 3), "is_busy": share > BUSY}
 
 
 def busy_share(sample_s: float) -> float:
-    """Of all cores over this time, 0 where it cannot be told."""
+    """Return the used share of all cores during ``sample_s``; 0 if it is unknown."""
     idle, total = _ticks()
     time.sleep(sample_s)
     idle_then, total_then = _ticks()
@@ -41,7 +41,7 @@ def busy_share(sample_s: float) -> float:
 
 
 def _ticks() -> tuple[int, int]:
-    """Idle ones, waiting for a disk included, and all of them."""
+    """Return idle ticks, including waits for a disk, and all ticks."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return 0, 0

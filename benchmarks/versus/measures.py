@@ -1,4 +1,4 @@
-"""What is read from the tokens of one batch and when they came."""
+"""Measures computed from the tokens of one batch and their times."""
 
 import math
 import statistics
@@ -10,18 +10,24 @@ from itertools import pairwise
 from benchmarks.versus.job import Event
 
 STEADY_SHARE = 0.75
-"""Steady decode ends when fewer of the sequences than this are still being written."""
+"""Steady decode ends when the share of sequences still being generated falls below this."""
 NGRAM = 8
 
 
 @dataclass(frozen=True)
 class Measures:
-    """Of one batch. ``tpot_ms`` is None where no sequence had a second token in the steady part;
-    ``prefill_ms`` is the time until every sequence has its first token. Neither is told of
-    sequences that arrived at their own times: there is no steady part. ``itl`` are the times
-    between two pieces of an answer: in the steady part if all were sent at once, else all.
-    ``requests`` has each one's TTFT and p99 of its own ITL, in the order sent, and ``span_s`` is
-    from the first to be sent to the last token."""
+    """Measures of one batch.
+
+    Attributes:
+        prefill_ms: Time until every sequence has its first token; None with arrival times.
+        tpot_ms: Time per token in the steady part. None if no sequence had a second token there, or
+            with arrival times, which leave no steady part.
+        itl_p50_ms: Median time between two pieces of an answer. Covers the steady part if all were
+            sent at once, else everything.
+        itl_p99_ms: 99th percentile of the same times.
+        requests: TTFT and p99 of ITL of each request in ms, in the order sent.
+        span_s: Time from the first request sent to the last token.
+    """
 
     ttft_ms: float
     prefill_ms: float | None
@@ -37,7 +43,7 @@ class Measures:
 
 
 def measure(events: Sequence[Event], arrivals_s: Sequence[float]) -> Measures:
-    """Raises ValueError if a sequence has no token at all."""
+    """Compute the measures. Raises ValueError if a sequence has no token at all."""
     of, num_sequences = by_sequence(events), len(arrivals_s)
     if missing := sorted(set(range(num_sequences)) - set(of)):
         raise ValueError(f"sequences {missing} of {num_sequences} have no token")
@@ -75,19 +81,20 @@ def by_sequence(events: Iterable[Event]) -> dict[int, list[Event]]:
 
 
 def itl_s(own: Sequence[Event], begins: float = 0.0, until: float = math.inf) -> Iterator[float]:
-    """Seconds between pieces of one answer that came in a span of time."""
+    """Yield the seconds between pieces of one answer that came in a span of time."""
     inside = [event.at_s for event in own if begins <= event.at_s <= until]
     return (later - earlier for earlier, later in pairwise(inside))
 
 
 def quantile(values: Sequence[float], share: float) -> float | None:
-    """The least value that so many are no larger than, None of none."""
+    """Return the smallest value that ``share`` of the values do not exceed; None without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)] if ordered else None
 
 
 def steady_window(sequences: Sequence[Sequence[Event]]) -> tuple[float, float]:
-    """From when all have their first token until fewer than STEADY_SHARE of them go on."""
+    """Return the time from all first tokens until fewer than STEADY_SHARE of the sequences
+    continue."""
     begins = max(own[0].at_s for own in sequences)
     ends = sorted(own[-1].at_s for own in sequences)
     num_kept = math.ceil(STEADY_SHARE * len(sequences))
@@ -96,7 +103,7 @@ def steady_window(sequences: Sequence[Sequence[Event]]) -> tuple[float, float]:
 
 
 def steady_tpot_s(sequences: Sequence[Sequence[Event]]) -> float | None:
-    """Seconds per token and sequence: sequence-seconds of the steady part by its tokens."""
+    """Return the seconds per token and sequence in the steady part."""
     begins, until = steady_window(sequences)
     seconds, num_tokens = 0.0, 0
     for own in sequences:
@@ -106,13 +113,13 @@ def steady_tpot_s(sequences: Sequence[Sequence[Event]]) -> float | None:
 
 
 def accepted_length(sequences: Iterable[Sequence[Event]]) -> float | None:
-    """Tokens a step and sequence after the first token, the model's own included."""
+    """Return the tokens per step and sequence after the first token, including the model's own."""
     later = [event for own in sequences for event in own[1:]]
     return sum(len(event.token_ids) for event in later) / len(later) if later else None
 
 
 def repeated_ngrams(answers: Iterable[Sequence[int]], size: int = NGRAM) -> float:
-    """Share of the n-grams that stood in the same answer before; 0 if there are none."""
+    """Return the share of n-grams that occurred earlier in the same answer; 0 if there are none."""
     num_all = num_repeated = 0
     for ids in answers:
         seen: set[tuple[int, ...]] = set()

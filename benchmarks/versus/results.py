@@ -1,4 +1,5 @@
-"""The results file: one JSON line per arm, checkpoint and load, rewritten whole as turns end."""
+"""The results file: one JSON line per arm, checkpoint and load, rewritten as a whole after
+turns."""
 
 import json
 import os
@@ -19,7 +20,8 @@ MEDIANS += ("itl_p50_ms", "itl_p99_ms")
 
 @dataclass
 class Result:
-    """``rounds`` has a list of measured batches per turn; ``about`` what they were taken with."""
+    """Result of one arm and load. ``rounds`` has a list of measured batches per turn, ``about``
+    their circumstances."""
 
     arm: str
     family: str
@@ -46,13 +48,13 @@ class Result:
         return [batch for turn in self.rounds for batch in turn]
 
     def median(self, name: str) -> float | None:
-        """Over all batches of all turns."""
+        """Return the median of a measure over all batches of all turns."""
         values = [batch[name] for batch in self.batches if batch.get(name) is not None]
         return statistics.median(values) if values else None
 
     @property
     def accepted_length(self) -> float | None:
-        """Mean over all batches, which all have as many sequences."""
+        """Mean accepted length over all batches, which have the same number of sequences."""
         values = [b["accepted_length"] for b in self.batches if b["accepted_length"] is not None]
         return statistics.fmean(values) if values else None
 
@@ -68,7 +70,7 @@ def new_result(arm: Arm, checkpoint: str, load: Load, dtype: str) -> Result:
 
 
 class Results:
-    """What is in the file stays unless it is dropped; a line that cannot be read is an error."""
+    """All results of a file. They stay unless they are dropped; an unreadable line is an error."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,7 +91,7 @@ class Results:
         self.by_key[result.key] = result
 
     def lacks(self, arm: Arm, checkpoint: str, load: Load, dtype: str, num_rounds: int) -> bool:
-        """Whether this arm still owes turns here; an error counts as an answer."""
+        """Return whether this arm still needs turns here; an error counts as a result."""
         found = self.by_key.get((arm.name, checkpoint, load.name, dtype))
         return found is None or (found.error is None and len(found.rounds) < num_rounds)
 

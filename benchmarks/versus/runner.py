@@ -1,4 +1,4 @@
-"""The order of turns: arms alternate within each round, one engine process alive at a time."""
+"""The order of turns: arms alternate within each round, and one engine process runs at a time."""
 
 import shlex
 import time
@@ -27,7 +27,7 @@ Said = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """``options`` are those of the command line that every figure depends on."""
+    """Settings of a run. ``options`` are the command-line options that every figure depends on."""
 
     dtype: str
     num_rounds: int
@@ -38,7 +38,7 @@ class Settings:
     options: list[str]
 
     def command(self, arm: Arm, checkpoint: str, load: Load) -> str:
-        """What takes this figure again."""
+        """Return the command that measures this figure again."""
         chosen = ["--arms", arm.name, "--checkpoints", checkpoint]
         chosen += ["--prompts", str(load.prompt_tokens)]
         num = str(load.num_sequences)
@@ -68,7 +68,7 @@ def owed_turns(
     results: Results,
     settings: Settings,
 ) -> list[Owed]:
-    """In order: rounds outermost within a checkpoint, arms forwards and backwards in turns."""
+    """Return turns in order: by checkpoint, then round. Arms go forwards and backwards by turns."""
     turns = []
     for checkpoint in checkpoints:
         for i in range(settings.num_rounds):
@@ -85,7 +85,7 @@ def owed_turns(
 
 
 class Runner:
-    """Takes turns and writes what they gave; an arm's failure is its result."""
+    """Takes turns and writes their results; an arm's failure is its result."""
 
     def __init__(self, settings: Settings, results: Results, said: Said) -> None:
         self._settings, self._results, self._said = settings, results, said
@@ -113,7 +113,8 @@ class Runner:
             self._said(f"{owed.arm.name} failed after {time.monotonic() - began_at:.0f} s: {error}")
 
     def _still_lacks(self, owed: Owed, load: Load) -> bool:
-        """A failure in an earlier round of this run answers the later ones as well."""
+        """Return whether a load is still missing. A failure in an earlier round counts for later
+        ones."""
         dtype = self._settings.dtype
         return self._results.lacks(owed.arm, owed.checkpoint.name, load, dtype, owed.round + 1)
 

@@ -1,4 +1,4 @@
-"""The same tables for the screen and for Markdown."""
+"""Tables for the screen and for Markdown."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def repeats(results: Sequence[Result], where: str) -> Grid:
 
 
 def goodput(results: Sequence[Result], limits: Limits, where: str) -> Grid:
-    """The best of each arm, and at which rate it was."""
+    """Return the best goodput of each arm, and its rate."""
     found, rows = limits.of(results), []
     lines = by_arm(results, found) if found else {}
     rates = sorted({rate for line in lines.values() for rate in line})

@@ -1,4 +1,4 @@
-"""One turn of one arm: its process from start to end, and what it says on the way."""
+"""One turn of one arm: its process from start to end, and the messages of the process."""
 
 import os
 import re
@@ -27,7 +27,7 @@ ERROR = re.compile(r"\b\w*(Error|Exception): ")
 
 @dataclass
 class Turn:
-    """What came of it: batches by load, versions and threads as the process told them."""
+    """Results of a turn: batches by load, versions and threads as reported by the process."""
 
     about: dict[str, Any] = field(default_factory=dict)
     batches: dict[str, list[Measures]] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Turn:
 
 
 class TurnFailed(Exception):
-    """The process ended or fell silent before its last batch; ``turn`` has what came before."""
+    """The process ended or stalled before its last batch; ``turn`` has the earlier results."""
 
     def __init__(self, message: str, turn: Turn) -> None:
         super().__init__(message)
@@ -43,7 +43,8 @@ class TurnFailed(Exception):
 
 
 def variables(arm: Arm, environment: Environment, job: Job) -> dict[str, str]:
-    """Threads are stated to every engine; vLLM's engine alone gets what its launcher would set."""
+    """Return environment variables: thread counts for every engine, and for vLLM's bare engine
+    those that its launcher would set."""
     found = environment.variables()
     found["PYTHONPATH"] = os.pathsep.join(
         filter(None, (str(ROOT / "src"), str(ROOT), found.get("PYTHONPATH")))
@@ -74,8 +75,10 @@ def take_turn(
     timeout_s: float,
     on_batch: Callable[[str], None],
 ) -> Turn:
-    """Run it to its end; raises TurnFailed with the end of its log. ``timeout_s`` bounds the time
-    between two of its words."""
+    """Run a turn to its end. Raises TurnFailed with the end of its log.
+
+    ``timeout_s`` is the maximum time between two messages of the process.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / f"{arm.name}.job.json", folder / f"{arm.name}.log"
     write_job(path, job)
@@ -107,7 +110,7 @@ def _take(message: dict[str, Any], turn: Turn, on_batch: Callable[[str], None]) 
 def _process(
     arm: Arm, environment: Environment, job: Job, path: Path, log: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """In a session of its own, so that whatever it left behind can be ended with it."""
+    """Run the process in a separate session, so that its children can be killed with it."""
     log.write_text("")
     with log.open("a") as out:
         process = subprocess.Popen(
@@ -131,7 +134,8 @@ def _process(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """It ends by itself after its last word; SIGTERM, then SIGKILL to its group otherwise."""
+    """Wait for the process to end after its last message, else send SIGTERM, then SIGKILL to its
+    group."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)
     for sent in (signal.SIGTERM, signal.SIGKILL):
@@ -141,7 +145,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _signal(process: subprocess.Popen[str], sent: signal.Signals) -> None:
-    """To its whole group, which nobody else is in."""
+    """Send a signal to the process group, which has only this process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, sent)
 
@@ -149,7 +153,8 @@ def _signal(process: subprocess.Popen[str], sent: signal.Signals) -> None:
 def _messages(
     process: subprocess.Popen[str], log: Path, timeout_s: float
 ) -> Iterator[dict[str, Any]]:
-    """What it says; other lines go to the log. Raises TimeoutError after too long a silence."""
+    """Yield the process's messages; other lines go to the log. Raises TimeoutError after
+    silence."""
     assert process.stdout is not None
     lines: Queue[str | None] = Queue()
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
@@ -178,7 +183,7 @@ def _read(stdout: IO[str], lines: "Queue[str | None]") -> None:
 
 
 def last_words(log: Path) -> str:
-    """The last line of the log that names an error, or its last line."""
+    """Return the last line of the log that names an error, or its last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if ERROR.search(line)]
     return (named or lines or ["it said nothing"])[-1][-300:]

@@ -1,4 +1,4 @@
-"""Calls whose message never comes whole."""
+"""Calls whose message is never complete."""
 
 import asyncio
 from contextlib import suppress
@@ -14,7 +14,7 @@ HALF = b"\0" + (1_000_000).to_bytes(4, "big") + b"\x0a" + b"x" * 600_000
 
 
 class HalfMessages(Hostile):
-    """Keeps 200 calls open that have sent as much of a message as the gateway allows."""
+    """Keeps 200 calls open, each with the largest incomplete message that the gateway allows."""
 
     async def run(self) -> None:
         await asyncio.gather(*(self._connect() for _ in range(NUM_CONNECTIONS)))

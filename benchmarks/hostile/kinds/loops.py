@@ -40,13 +40,13 @@ class FreshLoops(Hostile):
 
 
 class ResumeLoops(FreshLoops):
-    """Claims without a proof that every request is the rest of an answer that has begun."""
+    """Claims without a proof that every request resumes an answer that has started."""
 
     resume_ids = (5,)
 
 
 class ProvenLoops(FreshLoops):
-    """Begins one answer per client and resumes that one, with its proof, again and again."""
+    """Starts one answer per client and resumes that one, with its proof, again and again."""
 
     async def _loop(self, stub: rpc.InferenceStub, number: int) -> None:
         metadata = ((STREAM_KEY, f"loop-{number}"),)

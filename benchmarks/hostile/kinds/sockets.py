@@ -5,7 +5,7 @@ import socket
 
 
 def open_silently(address: str) -> socket.socket:
-    """Begin to connect, without waiting for it."""
+    """Start to connect, without waiting for the result."""
     host, _, port = address.rpartition(":")
     made = socket.socket()
     made.setblocking(False)
@@ -24,6 +24,6 @@ def has_ended(one: socket.socket) -> bool:
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process have as many open files as its hard limit allows."""
+    """Raise this process's limit of open files to its hard limit."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

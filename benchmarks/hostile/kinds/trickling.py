@@ -7,7 +7,7 @@ from benchmarks.hostile.kinds.base import GENERATE, Hostile
 from tandem.cluster.proto import tandem_pb2 as pb
 
 NUM_STREAMS = 100
-"""Open streams, more than the measured gateway has places for."""
+"""Open streams, more than the measured gateway has slots for."""
 NUM_TOKENS = 150
 WINDOW_BYTES = 1000
 READ_BYTES = 700
@@ -17,8 +17,8 @@ OPEN_S = 0.25
 
 
 class TricklingReaders(Hostile):
-    """Opens streams and reads 2.8 kB a second of each. Their answers have log probabilities: some
-    40 kB."""
+    """Opens streams and reads 2.8 kB a second of each. Answers have log probabilities and about 40
+    kB."""
 
     async def run(self) -> None:
         async with connection(self.target.grpc, stream_window=WINDOW_BYTES) as own:

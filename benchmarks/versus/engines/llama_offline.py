@@ -1,5 +1,7 @@
-"""llama.cpp's library alone in a process of its own (llama_driver.cpp), without drafts: run with a
-job's path. Checkpoints are converted by its own tree's script, once."""
+"""llama.cpp's library alone in a separate process (llama_driver.cpp), without drafts.
+
+Run with a job's path. Checkpoints are converted once, by the script of llama.cpp's tree.
+"""
 
 import hashlib
 import os
@@ -21,10 +23,11 @@ del sys.argv[1]
 import convert_hf_to_gguf
 convert_hf_to_gguf.main()
 """
-"""Its script, which knows tokenizers by a list that ours is not on; prompts are ids anyway."""
+"""Patch of the conversion script, whose list of tokenizers lacks ours. Prompts are token ids
+anyway."""
 OUT_TYPES = {"bfloat16": "bf16", "float32": "f32"}
 MAX_PAIRS_PER_PASS = 512
-"""Tokens of a forward; its default."""
+"""Maximum tokens of a forward, llama.cpp's default."""
 
 
 def converted(folder: Path, model: Path, dtype: str) -> Path:
@@ -43,7 +46,8 @@ def converted(folder: Path, model: Path, dtype: str) -> Path:
 
 
 class Driver:
-    """Its process, which ends with its input. Raises RuntimeError once it has ended by itself."""
+    """The driver's process, which ends with its input. Raises RuntimeError if it has ended by
+    itself."""
 
     def __init__(self, folder: Path, job: Job) -> None:
         self._most = job.max_sequences

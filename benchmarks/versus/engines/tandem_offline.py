@@ -23,7 +23,7 @@ MAX_BATCH_TOKENS = 2048
 
 
 class Stamped(list[Progress]):
-    """Notes when each prompt's first token came."""
+    """Records when each prompt's first token came."""
 
     def __init__(self) -> None:
         self.at_s: dict[str, float] = {}
@@ -37,7 +37,7 @@ class Stamped(list[Progress]):
 
 
 class TimedBench(Bench):
-    """Copying pages from one side to the other is no engine's work: it is not counted."""
+    """Bench whose copies of pages are not timed, because they are no work of the engines."""
 
     def _copy(self, source: Sequence[int], target: Sequence[int], num_tokens: int) -> None:
         began_at = time.perf_counter()
@@ -102,7 +102,7 @@ def new_request(name: str, prompt: list[int], seed: int, trial: Trial) -> Reques
 
 
 def thinking(request: Request, think_id: int, relaxed: dict[str, Any]) -> Request:
-    """A prompt as long, which begins to think."""
+    """Return a request with a prompt of the same length that opens thinking."""
     prompt_ids = (request.prompt_ids[0], think_id, *request.prompt_ids[2:])
     speculation = Speculation(acceptance=RELAXED, **relaxed)
     return replace(request, prompt_ids=prompt_ids, speculation=speculation)

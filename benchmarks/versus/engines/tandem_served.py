@@ -16,7 +16,7 @@ from tandem.cluster.client.client import AsyncClient
 
 PAGE_SIZE = 64
 CHUNK = 256
-"""Tokens of a prefill step where prompts arrive one by one, so that pulls go on between them."""
+"""Tokens of a prefill step in runs with arrival times, so that pulls can run between steps."""
 
 
 def settings(job: Job) -> list[str]:
@@ -45,7 +45,7 @@ def settings(job: Job) -> list[str]:
 
 
 def pin_sides(job: Job, serve_pid: int) -> None:
-    """Decode ranks on their side's cores, all else on the other's."""
+    """Pin decode ranks to the cores of decode, and all other processes to those of prefill."""
     prefill_cores, decode_cores = sides(job.cores)
     decode = set(actors(serve_pid, "DecodeActor"))
     assert decode, [command_of(pid) for pid in descendants(serve_pid)]

@@ -14,7 +14,7 @@ from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 
 
 class Stamped(BaseStreamer):
-    """Notes each column of tokens as it comes; the prompt comes first and is left out."""
+    """Records when each column of tokens comes; the prompt comes first and is left out."""
 
     def __init__(self, num_sequences: int, eos_token_ids: set[int]) -> None:
         self.timeline = Timeline(num_sequences)

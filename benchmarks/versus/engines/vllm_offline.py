@@ -1,4 +1,4 @@
-"""vLLM's engine alone, stepped by hand: run in its own environment with a job's path."""
+"""vLLM's engine alone, stepped by hand. Run in its environment with a job's path."""
 
 import sys
 import time

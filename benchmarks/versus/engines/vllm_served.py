@@ -1,7 +1,7 @@
-"""vLLM's API server, alone or split over NIXL, and a client: run in its environment.
+"""vLLM's API server, alone or split over NIXL, and a client. Run in its environment.
 
-Split, the client itself is the proxy: it asks the prefill server for one token and hands what
-that says about its KV cache to the decode server, so no third process stands between.
+In split mode the client is the proxy, so no third process is involved. It requests one token from
+the prefill server, and passes the returned KV transfer parameters to the decode server.
 """
 
 import asyncio
@@ -98,7 +98,7 @@ async def wait_ready(session: aiohttp.ClientSession, server: Server) -> None:
 
 @dataclass
 class Client:
-    """``prefill`` is None where one server does both."""
+    """A client of the servers. ``prefill`` is None if one server does both."""
 
     session: aiohttp.ClientSession
     decode: Server
