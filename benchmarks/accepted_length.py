@@ -3,9 +3,9 @@
     python -m benchmarks.accepted_length [--path DIR] [--num-prompts 100] [--num-tokens 1 2 3]
         [--temperature 0.8] [--true-context] [--set KEY=VALUE] [--json]
 
-Prompts are pieces of files that training never saw. Runs both engines in one process; the
-hand-over changes nothing here but whether the first hidden state was shipped. With
-``--true-context`` each step stands alone, behind the text as it was written.
+Prompts are pieces of files that training never saw. Both engines run in one process. The hand-over
+changes nothing here except whether the first hidden state was shipped. With ``--true-context`` each
+step is independent, after the text as it was written.
 """
 
 import argparse
@@ -28,7 +28,8 @@ from training.corpus import held_out_prompts
 TINY = Path(__file__).resolve().parents[1] / "training" / "tiny-v3"
 BATCH = 16
 PLACES, LEAST = 8, 32
-"""Of each prompt, behind which a step stands alone, and tokens before the first of them."""
+"""Places in each prompt after which an independent step runs, and the minimum number of tokens
+before the first place."""
 
 
 def requests(
@@ -52,7 +53,8 @@ def batches(items: list[Request], size: int) -> Iterator[list[Request]]:
 
 
 def pieces(asked: list[Request]) -> tuple[list[Request], dict[str, int]]:
-    """Each prompt cut at PLACES even places, and the token that comes there, by id."""
+    """Cut each prompt at PLACES evenly spaced places. Return the cut prompts, and the token that
+    follows each, by request id."""
     cut, firsts = [], {}
     for one in asked:
         step = (len(one.prompt_ids) - 1 - LEAST) // PLACES
@@ -71,7 +73,8 @@ def measure(
     handover_hidden: bool = True,
     true_context: bool = False,
 ) -> dict[str, object]:
-    """Means over all requests; acceptance per position is of drafts proposed."""
+    """Return means over all requests. Acceptance per position is relative to the drafts
+    proposed."""
     asked, firsts = pieces(asked) if true_context else (asked, {})
     bench = Bench(
         loaded,
@@ -134,7 +137,9 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--num-tokens", type=int, nargs="+", default=[1, 2, 3], metavar="N")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--true-context", action="store_true", help="steps behind written text")
+    parser.add_argument(
+        "--true-context", action="store_true", help="independent steps after true text"
+    )
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="print one JSON line")

@@ -1,5 +1,7 @@
-"""Processes that keep cores busy beside what is measured: standard library only, as engines of
-other environments have them too."""
+"""Processes that keep cores busy in parallel with a measurement.
+
+Uses only the standard library, because engines in other environments import it too.
+"""
 
 import subprocess
 import sys
@@ -18,8 +20,10 @@ def busy(num: int) -> Iterator[None]:
 
 @contextmanager
 def running(commands: Iterable[Sequence[str]]) -> Iterator[None]:
-    """Run a process for each of ``commands``, which have begun once they print a line, and kill
-    them in the end."""
+    """Run a process for each of ``commands``, and kill all of them at the end of the block.
+
+    A process counts as started once it has printed a line.
+    """
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for command in commands]
     try:
         for process in processes:

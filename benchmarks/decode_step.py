@@ -1,16 +1,21 @@
-"""Time of a decode step with each kind of kernels and in each form, by rows, drafts and sampling.
+"""Time of a decode step for each kind of kernels and form, by rows, drafts and sampling.
 
     python -m benchmarks.decode_step [--rows 1,8,32] [--drafts 0,3] [--sampling greedy,top-p]
         [--arms "recorded bf16"] [--rounds 4] [--steps 20] [--num-threads 2] [--json]
 
-All arms decode the same held-out prompts of 128 tokens and take turns, so that drift hits them
-alike. A step is what the engine thread does for it: planning, the tensor program, reading; what is
-outside of the program is the host's part of it.
+All arms decode the same held-out prompts of 128 tokens and take turns, so that drift affects them
+equally. A step is the work of the engine thread: planning, the tensor program, and reading its
+results. Time outside of the program is the host's share.
 
-``benchmarks.two_commits`` runs this file on other commits' code. So of the engines it knows only
-``load``, ``greedy`` and ``Bench`` (its fields num_drafts, max_rows, num_pages and page_size; start,
-drop, decode.step, decode.step_s and decode.program_s) of ``benchmarks/harness/engines.py``, and
-``held_out``; the eager arm, which no other commit is asked for, knows one name more.
+``benchmarks.two_commits`` runs this file on the code of other commits. So this file may use only
+these names of ``benchmarks/harness``:
+
+- ``load``, ``greedy`` and ``Bench`` of ``engines.py``.
+- The fields num_drafts, max_rows, num_pages and page_size of ``Bench``.
+- Its members start, drop, decode.step, decode.step_s and decode.program_s.
+- ``held_out``.
+
+Only the eager arm uses one name more. Other commits do not run that arm.
 """
 
 import argparse
@@ -47,7 +52,7 @@ SAMPLING: dict[str, dict[str, float]] = {
     "top-k 50": {"temperature": 0.8, "top_k": 50},
 }
 NUM_UNCOUNTED = 2
-"""Steps of a turn in which its program is recorded."""
+"""First steps of a turn, which record the program and do not count."""
 MOST_TOKENS = 200
 
 
@@ -60,7 +65,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Milliseconds: by the clock, of all threads' CPU time, and by the clock less the program."""
+    """Times in milliseconds: wall time, CPU time of all threads, and wall time outside of the
+    program."""
 
     wall: float
     cpu: float
@@ -68,7 +74,7 @@ class Step:
 
 
 Steps = dict[Case, dict[str, list[Step]]]
-"""By case and arm."""
+"""Steps by case and arm."""
 
 
 def benches(
@@ -91,8 +97,11 @@ def benches(
 
 
 class Baton(AbstractContextManager[None]):
-    """Held by one of two processes that do the same, each piece of it in turns; ``takes`` and
-    ``gives`` are ends of pipes. Raises EOFError if the other has ended before its turn."""
+    """Lets two identical processes run each piece of work by turns.
+
+    ``takes`` and ``gives`` are ends of pipes. Raises EOFError if the other process has ended before
+    its turn.
+    """
 
     def __init__(self, takes: int, gives: int) -> None:
         self._takes, self._gives = takes, gives
@@ -102,7 +111,7 @@ class Baton(AbstractContextManager[None]):
             raise EOFError("the other process has ended")
 
     def __exit__(self, *_: object) -> None:
-        with suppress(BrokenPipeError):  # it needs no further turn
+        with suppress(BrokenPipeError):  # the other process needs no further turn
             os.write(self._gives, b".")
 
 
@@ -135,7 +144,7 @@ def timed(bench: Bench) -> Step:
 
 
 def lines(steps: Steps) -> Iterator[dict[str, object]]:
-    """Figures of all steps in their order."""
+    """Return figures of all steps, in the steps' order."""
     for case, by_arm in steps.items():
         for arm, all_steps in by_arm.items():
             figures = {
@@ -170,10 +179,12 @@ def main() -> None:
     parser.add_argument("--sampling", default="greedy", metavar=",".join(SAMPLING))
     parser.add_argument("--arms", default=",".join(ARMS), metavar="NAME,NAME,..")
     parser.add_argument("--rounds", type=int, default=4, help="turns of every arm")
-    parser.add_argument("--steps", type=int, default=20, help="of each arm in a turn")
+    parser.add_argument("--steps", type=int, default=20, help="steps of each arm in a turn")
     parser.add_argument("--num-threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print one JSON line")
-    parser.add_argument("--baton", metavar="FD,FD", help="of two_commits: pipes to wait at")
+    parser.add_argument(
+        "--baton", metavar="FD,FD", help="used by two_commits: pipes for taking turns"
+    )
     args = parser.parse_args()
     baton = Baton(*map(int, args.baton.split(","))) if args.baton else ALONE
     rows, drafts = ([int(num) for num in text.split(",")] for text in (args.rows, args.drafts))

@@ -1,11 +1,11 @@
-"""The main job on real input: a local cluster answers prompts over gRPC.
+"""The main use case on real input: a local cluster answers prompts over gRPC.
 
-    make demo            (or: python -m benchmarks.demo [--set key=value ...])
-    make gang            the same with gangs of two ranks
+    make demo       (or: python -m benchmarks.demo [--set key=value ...])
+    make gang       the same with gangs of two ranks
 
-Starts Ray with one prefill node and one decode node, continues pieces of Python in the manner of
-the standard library, on which the shipped checkpoint was trained, and shows what each answer cost
-and what the nodes did.
+Starts Ray with one prefill node and one decode node, and continues pieces of Python. The shipped
+checkpoint was trained on the standard library. Then prints the cost of each answer and the work of
+the nodes.
 """
 
 import argparse
@@ -51,13 +51,13 @@ PROMPTS = (
         stop=("\n\n",),
     ),
 )
-"""What the shipped checkpoint has learnt to go on with: a module of the standard library that ends
-by itself, a table of one, and a method."""
+"""Prompts that suit the shipped checkpoint: a module of the standard library that ends by itself, a
+table of one, and a method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One answered prompt; times in milliseconds as the client saw them."""
+    """One answered prompt; times in milliseconds as seen by the client."""
 
     first_token_ms: float
     per_token_ms: float

@@ -1,19 +1,26 @@
-"""Tokens per second by number of rows with drafts held at each level, and with as many as pay.
+"""Tokens per second by number of rows, with fixed draft shapes and with adaptive length.
 
     python -m benchmarks.draft_length [--batch-sizes 1,8,32] [--wrong] [--plot FILE.png] [--json]
         [--set speculation.drafter=ngram ..]
+
     python -m benchmarks.draft_length --change [--batch-sizes 1,8,32]
 
-All arms answer the same held-out prompts, as many at any time as there are rows, and the one that
-has the fewest tokens does the next step, so that the machine's other work hits them alike (whole
-turns of one arm differ by 10 to 25 %). After each round engines are dealt anew, or the one whose
-memory lies best would win where levels are alike (by 2 to 5 %); to hand them on in turn is not
-enough, for who follows a level that drafts finds other contexts than who does not (1.5 to 4 %).
-"none" is an engine without any draft layer, for comparison. What "adaptive" spends on looking at
-other lengths while it serves is in its figure; what it measures while idle before is not, nor are
-every arm's first rounds, in which programs are met for the first time. Prefill does not count. With
---change all drafts are wrong at first and right later, and the steps are counted until the length
-is what it is where they were right all the time.
+All arms answer the same held-out prompts and keep all rows busy. The arm with the fewest tokens
+always runs the next step, so that other work of the machine affects all arms equally. Whole turns
+of one arm differ by 10 to 25 %.
+
+After each round the engines are dealt to the arms at random. Otherwise the engine with the best
+memory layout would win between equally fast shapes, by 2 to 5 %. Passing engines on in a fixed
+order is not enough. An engine that follows an arm with many accepted drafts meets other contexts,
+which changes results by 1.5 to 4 %.
+
+The arm "none" is an engine without any draft layer, for comparison. The figure of "adaptive"
+includes the cost of exploring other lengths while serving. It excludes measurements while idle
+before that. The first rounds of all arms do not count, because programs run for the first time in
+them. Prefill does not count.
+
+With --change all drafts are wrong at first and right later. The command counts the steps until the
+length is the one for drafts that were right all the time.
 """
 
 import argparse
@@ -39,9 +46,9 @@ from tandem.model.drafters.none import NoDrafter
 from tandem.model.loaded import LoadedModel
 
 NUM_PROMPTS, MAX_DEPTH = 100, 3
-"""The depth unless speculation.max_depth is set."""
+"""Maximum depth of drafts, unless speculation.max_depth is set."""
 ROUND_TOKENS = 50
-"""Of a round, a row."""
+"""Tokens of a round, per row."""
 NONE = "none"
 
 
@@ -54,7 +61,7 @@ def measure(
     num_rounds: int,
     bar: Progress | None = None,
 ) -> dict[str, list[float]]:
-    """Tokens per second of each arm in each round."""
+    """Return the tokens per second of each arm in each round."""
     arms = {
         str(n): Arm(Held(n), Engine(loaded, depth, asked, num_rows))
         for n in range(len(loaded.drafter.draft_shapes(depth)))
@@ -74,7 +81,10 @@ def measure(
 
 
 def of_best(rates: dict[str, list[float]]) -> float:
-    """adaptive over the best held level, round by round, in which both met the same prompts."""
+    """Return the speed of adaptive relative to the best fixed shape.
+
+    This is the median over rounds; both arms met the same prompts in a round.
+    """
     held = filter(str.isdecimal, rates)
     best = rates[max(held, key=lambda name: statistics.median(rates[name]))]
     return statistics.median(map(truediv, rates[ADAPTIVE], best))
@@ -121,12 +131,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--path", type=Path, default=TINY, help="checkpoint folder")
     parser.add_argument("--batch-sizes", default="1,4,8,16,32", metavar="N,N,..", help="rows")
-    parser.add_argument("--rounds", type=int, default=20, help="that count [20]")
-    parser.add_argument("--warm-up", type=int, default=20, help="rounds before these [20]")
-    parser.add_argument("--max-tokens", type=int, default=300, help="of an answer [300]")
+    parser.add_argument("--rounds", type=int, default=20, help="measured rounds [20]")
+    parser.add_argument("--warm-up", type=int, default=20, help="rounds before them [20]")
+    parser.add_argument("--max-tokens", type=int, default=300, help="tokens of an answer [300]")
     parser.add_argument("--num-threads", type=int, default=1)
-    parser.add_argument("--wrong", action="store_true", help="every draft is another token")
-    parser.add_argument("--change", action="store_true", help="wrong at first, right later")
+    parser.add_argument("--wrong", action="store_true", help="make every draft wrong")
+    parser.add_argument("--change", action="store_true", help="drafts wrong at first, right later")
     parser.add_argument("--dtype", default="bfloat16", help="[bfloat16]")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")

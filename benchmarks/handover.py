@@ -1,11 +1,11 @@
-"""What a hand-over reaches of what gloo sends alone, from one process to another over loopback.
+"""Speed of a hand-over compared with gloo alone, between two processes over loopback.
 
     python -m benchmarks.handover [--rounds 10] [--num-tokens 1500] [--layers 62] [--width 576]
 
-One prompt's cache, computed long ago, is pulled again and again as decode ranks pull it: asked for
-over the connection of pulls, read into staging, sent by gloo, written into pages. In turns with it
-one large tensor of as many bytes is sent by gloo alone, and one process alone reads the same chunks
-into staging and writes them into pages.
+The cache of one prompt is computed once, and is pulled repeatedly like by decode ranks. A pull
+requests chunks over the pull connection. They are read into staging, sent by gloo and written into
+pages. Two controls take turns with that. In one, gloo sends a tensor of the same size. In the
+other, one process copies the same chunks into staging and into pages.
 """
 
 import argparse
@@ -46,7 +46,7 @@ HOST, EPOCH, PAGE_SIZE, TIMEOUT_S = "127.0.0.1", 1, 64, 60.0
 
 @dataclass(frozen=True)
 class StepShape:
-    """A prompt's cache: ``num_layers`` by cache group."""
+    """Shape of a prompt's cache: ``num_layers`` by cache group."""
 
     num_tokens: int
     width: int
@@ -56,7 +56,7 @@ class StepShape:
 
 
 class Rank:
-    """Memory for one prompt, and the thread it belongs to."""
+    """Memory for one prompt, and the thread that owns it."""
 
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
@@ -84,7 +84,7 @@ class Rank:
 
 @dataclass
 class Seconds:
-    """Of each round."""
+    """Durations of each round in seconds."""
 
     sent: list[float] = field(default_factory=list)
     pulled: list[float] = field(default_factory=list)
@@ -93,12 +93,13 @@ class Seconds:
 
 
 def measured(shape: StepShape, num_rounds: int) -> tuple[int, Seconds]:
-    """Bytes of the prompt, and seconds; a first round opens the channel and does not count."""
+    """Return the bytes of the prompt, and the seconds. A first round opens the channel and does not
+    count."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
     child = context.Process(target=_prefill, args=(theirs, shape), daemon=True)
     child.start()
-    theirs.close()  # whoever waits for a child that has died is told so
+    theirs.close()  # otherwise this process would not notice that the child has died
     try:
         torch.set_num_threads(1)
         return asyncio.run(_decode(pipe, shape, num_rounds))
@@ -114,7 +115,7 @@ def _prefill(pipe: Connection, shape: StepShape) -> None:
 
 
 async def _offer(pipe: Connection, rank: Rank) -> None:
-    """Send it by gloo alone, or offer it, as it is told."""
+    """Send the cache by gloo alone, or offer it, as ordered by the peer."""
     source = Source(rank.endpoint)
     server = CallServer(HOST, Service("prefill", EPOCH, source.methods).handle)
     store, port = store_server(HOST, TIMEOUT_S)
@@ -199,10 +200,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=10, help="[10]")
-    parser.add_argument("--num-tokens", type=int, default=1500, help="of the prompt [1500]")
-    parser.add_argument("--layers", type=int, default=62, help="[62, as DeepSeek-V3 with MTP]")
-    parser.add_argument("--width", type=int, default=576, help="of a layer's entry, bf16 [576]")
+    parser.add_argument("--rounds", type=int, default=10, help="number of rounds [10]")
+    parser.add_argument("--num-tokens", type=int, default=1500, help="tokens of the prompt [1500]")
+    parser.add_argument("--layers", type=int, default=62, help="layers [62, DeepSeek-V3 with MTP]")
+    parser.add_argument("--width", type=int, default=576, help="values per token and layer [576]")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="config key"
     )

@@ -1,13 +1,15 @@
-"""What it costs that ranks are in lockstep: plan, dispatch and dummy passes of a step.
+"""Cost of lockstep between ranks: plan, dispatch and dummy passes of a step.
 
     python -m benchmarks.lockstep [--rows 8] [--steps 60] [--sizes 1,2,4]
     python -m benchmarks.lockstep --prefill [--tokens 512] [--steps 20] [--sizes 2,4]
 
-A gang of each size, one process per rank, gloo between them, no Ray. A decode gang's rows begin
-with empty caches, which costs the same as real ones; a prefill gang computes one random prompt a
-step, with each way of dispatch. Once all ranks have work, once rank 0 alone while the others run
-dummies. Times are rank 0's, in ms per step: waiting for the plan, inside collectives (waiting for
-slower ranks included), and all the rest of the step.
+Each gang has one process per rank, with gloo between them and without Ray. Rows of a decode gang
+start with empty caches, which cost the same as real ones. A prefill gang computes one random prompt
+a step, with each way of dispatch.
+
+Each gang is measured with work on all ranks, and with work on rank 0 alone while the others run
+dummies. Times are rank 0's, in ms per step. They are split into waiting for the plan, collectives
+including waits for slower ranks, and the rest of the step.
 """
 
 import argparse
@@ -47,7 +49,7 @@ NUM_WARM = 10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of a step, in ms; ``num_collectives`` it took."""
+    """Cost of a step in ms, and its number of collectives."""
 
     step_ms: float
     plan_ms: float
@@ -56,7 +58,7 @@ class Cost:
 
 
 class Timer:
-    """Adds up what a method takes."""
+    """Adds up the time spent in a method."""
 
     def __init__(self) -> None:
         self.seconds, self.num = 0.0, 0
@@ -97,7 +99,7 @@ class Job:
 
 
 def run_rank(job: Job, rank: int, inbox: Connection, outbox: Connection) -> None:
-    """One rank's process. Rank 0 sends the meeting, and what its steps cost."""
+    """Run one rank's process. Rank 0 sends the rendezvous and the cost of its steps."""
     torch.set_num_threads(1)
     spec, hub = RankSpec(f"{job.kind}-0", job.kind, 1, rank, job.size), None
     if job.size > 1 and rank == 0:
@@ -157,7 +159,7 @@ def drop(engine: DecodeEngine | PrefillEngine, done: Progress) -> None:
 
 
 def begin(engine: DecodeEngine | PrefillEngine, job: Job) -> None:
-    """Enough to do for all steps."""
+    """Give the engine enough work for all steps."""
     if isinstance(engine, PrefillEngine):
         choose = random.Random(1)
         for i in range(NUM_WARM + job.num_steps + 5):

@@ -1,12 +1,12 @@
-"""What being served costs: a decode rank's step beside the engine's alone, and a gateway's CPU time
-for each streamed message beside what grpc itself takes.
+"""Cost of serving: a decode rank's step compared with the bare engine's, and gateway CPU time.
 
     python -m benchmarks.served [--streams 1,8,32,64] [--tokens 200] [--rounds 3]
         [--plot FILE.png] [--json]
 
-Rank, gateway and client share the machine; the rank computes on one thread and drafts nothing, so
-that a step is a message for each stream. Engine, server and grpc take turns. grpc's is a server
-that writes as many messages of one token to as many streams, as often as the rank makes a step.
+Rank, gateway and client share the machine. The rank computes on one thread without drafts, so that
+each step sends one message per stream. Engine, server and bare grpc take turns. The bare grpc
+server writes messages of one token to the same number of streams, at the rate of the rank's steps.
+The gateway's CPU time per message is compared with that of the bare server.
 """
 
 import argparse
@@ -43,13 +43,15 @@ Figures = dict[str, float]
 
 
 async def read(pieces: AsyncIterator[Any]) -> list[float]:
-    """When each piece came."""
+    """Return the time at which each piece came."""
     return [perf_counter() async for _ in pieces]
 
 
 async def measured(pid: int, streams: list[AsyncIterator[Any]]) -> Figures:
-    """Of ``streams`` that all begin now: time between pieces while all are written, and CPU time of
-    the process ``pid`` for each piece, in ms."""
+    """Return the time between pieces, and CPU time of process ``pid`` per piece, both in ms.
+
+    All ``streams`` start now. Only the time in which all are being written counts.
+    """
     before_s = cpu_s(pid)
     times = await asyncio.gather(*map(read, streams))
     spent_s = cpu_s(pid) - before_s
@@ -76,7 +78,8 @@ async def by_grpc(pid: int, address: str, num: int, num_tokens: int, step_ms: fl
 
 
 async def serve_bare() -> None:
-    """Messages of one token by grpc alone; all streams get theirs in the same turns of the loop."""
+    """Serve messages of one token by grpc alone; all streams get theirs in the same turn of the
+    loop."""
     message = pb.GenerateResponse(delta=pb.Delta(token_ids=[1234], text=" word"))
     began = asyncio.get_running_loop().time()
 
@@ -162,8 +165,8 @@ def save_plot(path: Path, found: list[Figures]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", default="1,8,32,64", metavar="N,N,..")
-    parser.add_argument("--tokens", type=int, default=200, help="of each answer")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens of each answer")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each arm")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

@@ -2,17 +2,19 @@
 
     python -m benchmarks.two_commits BASE [HEAD] [--pairs 10] [--json] [options of decode_step]
 
-Each commit gets a worktree of its own in a temporary folder. A pair is two processes that run
-each commit's own ``benchmarks/decode_step.py`` on its code, with this interpreter and what is
-installed for it: ``--rows 1,8,32 --drafts 0,3 --sampling greedy,top-p --arms "recorded bf16"``
-unless options say otherwise. They do everything in turns, one step of base, one of head, so that
-whatever else the machine does hits both; a pair's ratio is the median of its steps' head by base.
-Base begins every other pair. What is not committed is not measured. BASE against itself says how
-much ratios mean in this hour on this machine: look at it first, and take more pairs while it is not
-within 1.5 %.
+Each commit gets a separate worktree in a temporary folder. A pair is two processes that run each
+commit's ``benchmarks/decode_step.py`` on its code. Both use this interpreter and its packages. The
+default options are ``--rows 1,8,32 --drafts 0,3 --sampling greedy,top-p --arms "recorded bf16"``.
 
-``wall`` and ``cpu`` are a step's time by the clock and of all threads; ``outside`` is its wall less
-the wall of its program. Times are the least of all steps.
+The processes alternate, one step of base and one of head, so that other work affects both. A pair's
+ratio is the median of head by base over its steps. Base starts every other pair. Uncommitted
+changes are not measured.
+
+Comparing BASE with itself shows the noise of this machine at this time. Look at it first, and take
+more pairs until it is within 1.5 %.
+
+``wall`` and ``cpu`` are a step's wall time and the CPU time of all threads. ``outside`` is its wall
+time less that of its program. Times are minima over all steps.
 """
 
 import argparse
@@ -40,7 +42,8 @@ from tandem.core.config import TINY_MODEL
 DRIVER = "benchmarks/decode_step.py"
 USUAL = ("--sampling", "greedy,top-p", "--arms", "recorded bf16", "--rounds", "2")
 WARM_UP = ("--rows", "1", "--drafts", "0", "--sampling", "greedy", "--rounds", "1", "--steps", "1")
-"""A turn of each commit that does not count: its kernels are compiled, its files are read."""
+"""Options of a first turn of each commit that does not count: it compiles kernels and reads
+files."""
 BASE, HEAD = "base", "head"
 Case = tuple[object, ...]
 """Arm, rows, drafts, sampling."""
@@ -49,7 +52,7 @@ Turn = dict[Case, dict[str, list[float]]]
 
 
 class Failed(Exception):
-    """What the user can mend."""
+    """An error that the user can fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """Ratios are head by base, of pairs; times are the least of all steps (base, head)."""
+    """Ratios are head by base, of pairs; times are the minima over all steps (base, head)."""
 
     wall: Spread
     cpu: Spread
@@ -79,7 +82,7 @@ class Compared:
 
 
 def compared(base: Sequence[Turn], head: Sequence[Turn]) -> dict[Case, Compared]:
-    """Turn i of one belongs to turn i of the other, and so do their steps."""
+    """Compare turns. Turn i of base is paired with turn i of head, and so are their steps."""
     found = {}
     for case in base[0]:
         pairs = [(old[case], new[case]) for old, new in zip(base, head, strict=True)]
@@ -101,7 +104,7 @@ def compared(base: Sequence[Turn], head: Sequence[Turn]) -> dict[Case, Compared]
 
 
 def read_turn(line: str) -> Turn:
-    """What decode_step prints: figures are in ms, all else names the case."""
+    """Parse the output of decode_step: figures are in ms, all other fields name the case."""
     turn: Turn = {}
     for one in json.loads(line):
         figures = {name: one.pop(name) for name in list(one) if name.endswith("_ms")}
@@ -110,7 +113,7 @@ def read_turn(line: str) -> Turn:
 
 
 def begin(tree: Path, options: Sequence[str], keeps: Sequence[int] = ()) -> "Popen[str]":
-    """A turn on the code in ``tree``; ``keeps`` are open in its process too."""
+    """Start a turn on the code in ``tree``; the descriptors ``keeps`` stay open in its process."""
     command = [
         sys.executable,
         "-P",
@@ -127,7 +130,7 @@ def begin(tree: Path, options: Sequence[str], keeps: Sequence[int] = ()) -> "Pop
 
 
 def turn_of(process: "Popen[str]", tree: Path) -> Turn:
-    """Once it has ended. Raises Failed with the last thing that it said."""
+    """Wait for the process and return its turn. Raises Failed with its last line of output."""
     said, words = process.communicate()
     if process.returncode:
         last = words.strip().splitlines() or [f"exit code {process.returncode}"]
@@ -136,7 +139,8 @@ def turn_of(process: "Popen[str]", tree: Path) -> Turn:
 
 
 def run_pair(trees: dict[str, Path], first: str, options: Sequence[str]) -> dict[str, Turn]:
-    """Both at once, in turns. Raises Failed, with what that one said which failed by itself."""
+    """Run both processes by turns. Raises Failed with the error of the one that failed by
+    itself."""
     pipes = {side: os.pipe() for side in trees}
     os.write(pipes[first][1], b".")
     begun = {}
@@ -155,7 +159,7 @@ def run_pair(trees: dict[str, Path], first: str, options: Sequence[str]) -> dict
 
 
 def commit_of(name: str) -> str:
-    """Its full hash. Raises Failed."""
+    """Return the full hash of a commit. Raises Failed if there is none."""
     try:
         return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
     except Failed:
@@ -164,7 +168,7 @@ def commit_of(name: str) -> str:
 
 @contextmanager
 def worktrees(commits: dict[str, str]) -> Iterator[dict[str, Path]]:
-    """One for each of ``commits``, by the same names; gone at the end."""
+    """Make a worktree for each of ``commits``, by the same names; remove them at the end."""
     with tempfile.TemporaryDirectory(prefix="two-commits-") as folder:
         trees = {side: Path(folder, f"{side}-{commit[:12]}") for side, commit in commits.items()}
         try:
@@ -215,7 +219,7 @@ def main() -> None:
     )
     parser.add_argument("base", metavar="BASE")
     parser.add_argument("head", metavar="HEAD", nargs="?", default="HEAD")
-    parser.add_argument("--pairs", type=int, default=10, help="processes of each")
+    parser.add_argument("--pairs", type=int, default=10, help="number of pairs [10]")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args, options = parser.parse_known_args()
     try:

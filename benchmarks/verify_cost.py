@@ -1,12 +1,13 @@
-"""v and c: what verifying n drafts and making one cost, by a step without drafts.
+"""v and c: costs of verifying n drafts and of making one, divided by a step without drafts.
 
     python -m benchmarks.verify_cost [--rows 1,8,32] [--num-threads 2] [--json]
+
     python -m benchmarks.verify_cost --nodes 1,2,4,8,16,32,63 [--plot FILE.png]
 
-A draft's cost is that of one more: a pass over a token each, the head, and the choice.
-All are parts of one step over the same rows of held-out prompts of 128 tokens, in the form that
-serves; they take turns. n drafts pay if the tokens they bring are worth more than v + n c. With
---nodes v is that of trees of so many.
+The cost of a draft is that of one more draft: a pass over one token per row, the head, and the
+choice. All are parts of one step over the same rows of held-out prompts of 128 tokens. They run in
+the form used for serving, and take turns. n drafts pay if they bring more than v + n c tokens. With
+--nodes, v is the cost of verifying trees of these sizes.
 """
 
 import argparse
@@ -39,7 +40,8 @@ KernelModule = Callable[[Tensor], tuple[Tensor]]
 
 
 def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, KernelModule]:
-    """By name, verifying trees of so many nodes, two behind each."""
+    """Return programs by name that verify trees of each size, whose nodes have two children
+    each."""
     loaded, rows = bench.loaded, bench.decode._launcher.rows
 
     def verified(num_nodes: int) -> KernelModule:
@@ -61,7 +63,7 @@ def trees_of(bench: Bench, num_rows: int, sizes: list[int]) -> dict[str, KernelM
 def parts_of(
     loaded: LoadedModel, rows: Rows, caches: Caches, num_rows: int
 ) -> dict[str, KernelModule]:
-    """By name, functions of the rows to read; that of 0 drafts is a plain step's."""
+    """Return programs by name, as functions of the rows to read; "verify 0" is a plain step's."""
 
     def verified(num_drafts: int) -> KernelModule:
         tokens = torch.arange(num_rows * num_drafts, device=loaded.device) + 50
@@ -87,7 +89,7 @@ def parts_of(
 
 @torch.inference_mode()
 def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) -> dict[str, float]:
-    """Median ms of each part."""
+    """Return the median ms of each part."""
     sets = "model.dtype=bfloat16", f"decode.num_threads={num_threads}", "speculation.max_depth=3"
     loaded = load(TINY_MODEL, *sets)
     bench = Bench(loaded, max_rows=num_rows, num_pages=1 + 9 * num_rows, page_size=64)
@@ -113,7 +115,7 @@ def measure(num_rows: int, num_threads: int, num_rounds: int, sizes: list[int]) 
 
 
 def save_plot(path: Path, found: dict[int, dict[str, float]]) -> None:
-    """v by nodes, a line for each number of rows."""
+    """Plot v over the number of nodes, one line for each number of rows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -135,9 +137,9 @@ def save_plot(path: Path, found: dict[int, dict[str, float]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", default="1,8,32", metavar="N,N,..")
-    parser.add_argument("--rounds", type=int, default=100, help="of every part [100]")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of every part [100]")
     parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--nodes", default="", metavar="N,N,..", help="trees of so many")
+    parser.add_argument("--nodes", default="", metavar="N,N,..", help="sizes of trees to verify")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON line")
     args = parser.parse_args()

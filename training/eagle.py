@@ -1,13 +1,16 @@
-"""Trains EAGLE heads for a finished checkpoint, which is not changed:
-python -m training.eagle --method eagle | hass | eagle3.
+"""Trains EAGLE heads for a finished checkpoint, which is not changed.
+
+    python -m training.eagle --method eagle | hass | eagle3
 
 eagle (arXiv 2401.15077): SmoothL1 loss of the next feature, and cross-entropy of its token with
 weight 0.1.
+
 hass (2408.15766): the same over 3 steps, each fed with the output of the previous one (context
-alignment), and cross-entropy over the 10 most likely tokens (top-k distillation).
+alignment). Adds cross-entropy over the 10 most likely tokens (top-k distillation).
+
 eagle3 (2503.01840): cross-entropy over 7 such steps, without a loss of features (training-time
-test). The first half of the run trains one step only: later steps are learned quickly, and
-training them triples the time.
+test). The first half of the run trains one step only: later steps are learned quickly, and training
+them triples the time.
 """
 
 import argparse

@@ -1,1 +1,1 @@
-"""All drafters beside one another: what docs/drafters.md tells."""
+"""Comparison of all drafters, published in docs/drafters.md."""

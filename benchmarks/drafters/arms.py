@@ -1,4 +1,4 @@
-"""The drafters that are compared, as users ask for them."""
+"""The drafters that are compared, with the config keys that select them."""
 
 import json
 from dataclasses import dataclass
@@ -12,13 +12,20 @@ from tandem.model.loaded import LoadedModel
 FOLDER = ROOT / "training"
 MTP, NONE = "MTP", "none"
 CHAIN = 3
-"""Drafts of a chain that is held against MTP's."""
+"""Length of the draft chains that are compared with MTP's."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """``asks`` are settings but for how much is drafted: a chain of ``depth`` at most, or with
-    ``nodes`` a tree. ``made_in`` has its training.json, ``path`` the checkpoint."""
+    """One drafter.
+
+    Attributes:
+        asks: Config items, except those for the amount of drafting.
+        depth: Maximum depth of a chain or tree.
+        nodes: Maximum nodes of a tree; None for a chain.
+        made_in: Folder with the training.json of its weights.
+        path: Checkpoint.
+    """
 
     name: str
     asks: tuple[str, ...]
@@ -28,7 +35,7 @@ class Arm:
     path: Path = TINY_MODEL
 
     def loaded(self, depth: int | None = None, *more: str) -> LoadedModel:
-        """Drafting at most so deep, a chain then; by default as much as it may."""
+        """Load it with chains of at most ``depth`` drafts; None drafts up to the arm's maximum."""
         asks = [*self.asks, f"speculation.max_depth={depth or self.depth}"]
         if self.nodes is not None and depth is None:
             asks.append(f"speculation.max_tree_nodes={self.nodes}")
@@ -36,12 +43,12 @@ class Arm:
 
     @property
     def is_chain(self) -> bool:
-        """Whether it drafts chains of CHAIN."""
+        """Whether it can draft chains of length CHAIN."""
         return self.nodes is None and self.depth >= CHAIN
 
     @property
     def minutes(self) -> float | None:
-        """Of training, as it was told."""
+        """Training time in minutes, from training.json."""
         file = FOLDER / (self.made_in or "") / "training.json"
         if self.made_in is None or not file.is_file():
             return None
@@ -53,7 +60,7 @@ def head(name: str, folder: str) -> tuple[str, ...]:
 
 
 def arms(medusa2: Path | None = None) -> list[Arm]:
-    """``medusa2`` is a folder of training.medusa2, which is not shipped."""
+    """Return all arms. ``medusa2`` is a folder of training.medusa2, which is not shipped."""
     eagle, hass, eagle3, medusa, small = (
         head("eagle", "tiny-v3-eagle"),
         head("eagle", "tiny-v3-hass"),
@@ -85,5 +92,5 @@ def arms(medusa2: Path | None = None) -> list[Arm]:
 
 
 def is_there(arm: Arm) -> bool:
-    """Whether its weights are."""
+    """Return whether the weights of an arm exist."""
     return arm.made_in is None or (FOLDER / arm.made_in).is_dir()

@@ -1,4 +1,4 @@
-"""What drafts cost: time of a step's parts, of tokens, and bytes."""
+"""Costs of drafters: times of the parts of a step, time per token, and bytes."""
 
 import statistics
 import time
@@ -26,12 +26,13 @@ from tandem.model.network.layers import Rope
 from tandem.model.network.tree import build_tree
 
 NUM_WARM, ROUNDS, MAX_TOKENS = 30, {1: 168, 8: 42, 32: 42}, 300
-"""Rounds before those that count (more than 256 steps: a size is new till then), these by rows, and
-tokens of an answer."""
+"""Warm-up rounds; measured rounds by number of rows; maximum tokens of an answer. The warm-up has
+more than 256 steps, until which batch sizes count as new."""
 
 
 def bytes_of(loaded: LoadedModel) -> dict[str, int]:
-    """Weights of the drafter, cache of a token, and features of a hand-over."""
+    """Return the bytes of the drafter's weights, its cache per token, and its hand-over
+    features."""
     size = loaded.dtype.itemsize
     own = [group for group in loaded.cache_groups if group.name != MAIN]
     return {
@@ -42,7 +43,7 @@ def bytes_of(loaded: LoadedModel) -> dict[str, int]:
 
 
 def held(loaded: LoadedModel) -> list[Tensor]:
-    """Tensors of the drafter's modules but for those of the main model."""
+    """Return the tensors of the drafter's modules, except those shared with the main model."""
     shared = {id(part) for part in loaded.network.modules()}
     found, seen, left = [], set(shared), [loaded.drafter]
     while left:
@@ -72,8 +73,10 @@ def held(loaded: LoadedModel) -> list[Tensor]:
 
 @torch.inference_mode()
 def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[str, float]:
-    """v and c: the time to verify what may be drafted CHAIN deep, and to make it, by that of a
-    plain step. What each step decides on is two chains."""
+    """Return v and c: times of verifying and of making drafts CHAIN deep, divided by a plain step.
+
+    If the arm drafts trees, v is that of a tree of two chains.
+    """
     loaded, depth = arm.loaded(CHAIN), CHAIN
     level = loaded.drafter.draft_shapes(depth)[-1]
     bench = Bench(
@@ -114,23 +117,29 @@ def parts(arm: Arm, num_rows: int, num_threads: int, rounds: int = 60) -> dict[s
 
 
 def beside_best(rates: list[float], held: list[list[float]]) -> list[float]:
-    """Of each round ``rates`` by those of the best level held, which every second round tells of
-    the others: of many that are alike the one that had luck would be the best of its own."""
+    """Return ``rates`` of each round divided by those of the best fixed shape.
+
+    The best shape of odd rounds is used for even rounds, and vice versa. Otherwise the luckiest of
+    many equal shapes would count as the best of its own rounds.
+    """
     halves = [[statistics.median(one[half::2]) for one in held] for half in (0, 1)]
     best = [half.index(max(half)) for half in halves]
     return [rate / held[best[1 - i % 2]][i] for i, rate in enumerate(rates)]
 
 
 def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
-    """Time per token of the arm's levels and by load, by that of an engine without a drafter that
-    has the same weights, step by step in turns; medians over rounds. By load of the best level
-    (``beside_best``) with the error of its mean."""
+    """Return the time per token of each draft shape and of adaptive length.
+
+    Times are divided by those of an engine with the same weights and no drafter. Engines take turns
+    step by step. Figures are medians over rounds. ``adaptive_of_best`` compares with the best shape
+    (``beside_best``), and ``error`` is the standard error of its mean.
+    """
     loaded = arm.loaded(None, f"decode.num_threads={num_threads}")
     asked, levels = requests(TINY_MODEL, 100, MAX_TOKENS), loaded.drafter.draft_shapes(arm.depth)
     rates = measure(loaded, arm.depth, asked, num_rows, NUM_WARM, ROUNDS[num_rows])
 
     def by(name: str, other: str) -> list[float]:
-        """Time per token of one by the other's, round by round."""
+        """Return the time per token of one arm divided by another's, round by round."""
         return [b / a for a, b in zip(rates[name], rates[other], strict=True)]
 
     held = [*map(str, range(len(levels)))]
@@ -145,8 +154,10 @@ def speeds(arm: Arm, num_rows: int, num_threads: int) -> dict[str, Any]:
 
 
 def beside(arm: Arm, other: Arm, num_rows: int, num_threads: int) -> dict[str, float]:
-    """Time per token of a chain of CHAIN drafts by another drafter's, both in one run, in turns:
-    the median of rounds, and the error of their mean."""
+    """Return the time per token of CHAIN-long chains, divided by another drafter's.
+
+    Both run in turns in one process. Returns the median over rounds and the error of the mean.
+    """
     asked = requests(TINY_MODEL, 100, MAX_TOKENS)
 
     def turned(one: Arm) -> Turned:

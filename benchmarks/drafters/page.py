@@ -1,4 +1,4 @@
-"""The measured part of docs/drafters.md, and its plots, from what was measured."""
+"""Write the measured part of docs/drafters.md and its plots."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -59,7 +59,7 @@ def costs(found: dict[str, Any]) -> str:
 
 
 def speeds(found: dict[str, Any], num: int) -> str:
-    """With so many rows."""
+    """Return the table of speeds with ``num`` rows."""
     head = [f"drafter, {num} rows", "by load, of none", "of MTP, n = 3", "chain of 3, of MTP's"]
     head += ["held, of none (drafts: time)", "by load of best"]
     cell = f"speeds {num}"
@@ -155,7 +155,7 @@ def plot_speeds(found: dict[str, Any]) -> None:
 
 
 def write(kept: dict[str, Any], told: str) -> None:
-    """Into the page, between its marks."""
+    """Write the tables into the page, between its marks."""
     found = kept["arms"]
     timed = [num for num in ROWS if any(f"speeds {num}" in arm for arm in found.values())]
     again = kept.get("repeated", {})

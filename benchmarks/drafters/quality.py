@@ -1,4 +1,5 @@
-"""What drafts are worth: tokens a step, overlap of distributions, and what lossy kinds change."""
+"""Quality of drafts: tokens per step, overlap of distributions, and the effect of lossy
+acceptance."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,11 @@ RELAXED_TOP, RELAXED_DELTA = 4, 0.3
 
 
 def lengths(arm: Arm, num_prompts: int, num_tokens: int) -> dict[str, Any]:
-    """Tokens a step, greedy and at HOT, of a chain of 3 and of the most it may draft; alpha, the
-    share of first drafts that rejection sampling accepts: how much both distributions overlap."""
+    """Return the tokens per step of chains of 3 and of the maximum shape, greedy and at HOT.
+
+    Also returns alpha, the share of first drafts that rejection sampling accepts. It measures the
+    overlap of both distributions.
+    """
     asked = {t: requests(TINY_MODEL, num_prompts, num_tokens, t) for t in (0.0, HOT)}
     three, most = arm.loaded(3), arm.loaded()
     rejection = [replace(one, speculation=Speculation(acceptance=REJECTION)) for one in asked[HOT]]
@@ -36,7 +40,8 @@ def lengths(arm: Arm, num_prompts: int, num_tokens: int) -> dict[str, Any]:
 
 
 def repeated(num_prompts: int, num_tokens: int) -> dict[str, float]:
-    """The share of n-grams of GRAM tokens of greedy answers that the text before them has."""
+    """Return the share of GRAM-token n-grams of greedy answers that occurred earlier in their
+    text."""
     found = {}
     for t, name in ((0.0, "greedy"), (HOT, "hot")):
         asked = requests(TINY_MODEL, num_prompts, num_tokens, t)
@@ -68,7 +73,7 @@ def answers(loaded: LoadedModel, asked: list[Request], depth: int = 1) -> list[l
 
 @torch.inference_mode()
 def nats(loaded: LoadedModel, asked: list[Request], texts: list[list[int]]) -> float:
-    """Of a token of these answers, by the model itself."""
+    """Return the loss of these answers under the model itself, in nats per token."""
     total, num = 0.0, 0
     for request, tokens in zip(asked, texts, strict=True):
         ids = [*request.prompt_ids, *tokens]
@@ -83,9 +88,11 @@ def nats(loaded: LoadedModel, asked: list[Request], texts: list[list[int]]) -> f
 
 
 def lossy(arm: Arm, num_prompts: int, num_tokens: int) -> dict[str, dict[str, float]]:
-    """Of each kind beside strict: tokens a step, the share of answers that differ, and the loss of
-    their text."""
-    # All of an answer is thinking: of these tokens one begins a prompt, the other never comes.
+    """Compare lossy kinds of acceptance with strict acceptance.
+
+    Returns tokens per step, the share of answers that differ, and the loss of their text.
+    """
+    # Make all of an answer thinking: BOS, which starts a prompt, opens it, and EOS never occurs.
     loaded, told = replace(arm.loaded(), think_ids=(BOS_ID, EOS_ID)), {}
     relaxed = Speculation(
         acceptance=RELAXED, relaxed_top_n=RELAXED_TOP, relaxed_delta=RELAXED_DELTA

@@ -1,1 +1,1 @@
-"""What benchmarks and tests both drive: engines by hand, systems as processes, checkpoints."""
+"""Shared by benchmarks and tests: engines driven by hand, systems as processes, checkpoints."""

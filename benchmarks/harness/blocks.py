@@ -1,4 +1,4 @@
-"""FP8 matrices in blocks, random or not, and what they stand for."""
+"""FP8 matrices in blocks, random or quantised, and their values."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,8 @@ from tandem.model.kernels.base import BLOCK, Fp8BlockWeight
 def random_blocks(
     num_slots: int, num_parts: int, rows: int, columns: int, made: torch.Generator
 ) -> Fp8BlockWeight:
-    """Each of ``num_parts``, gate and up or one, has ``rows`` and scales of its own."""
+    """Return random blocks. Each of ``num_parts`` (gate and up, or one) has ``rows`` and its
+    scales."""
     device = made.device
     shape = num_slots, num_parts * -(-rows // BLOCK), -(-columns // BLOCK)
     scales = torch.rand(shape, generator=made, device=device) * 0.1 + 0.01
@@ -21,14 +22,14 @@ def random_blocks(
 
 
 def dense(packed: Fp8BlockWeight, num_parts: int, slot: int) -> Tensor:
-    """One expert's matrix in fp64, by the loader's own way."""
+    """Return one expert's matrix in fp64, dequantised like by the loader."""
     values, scales = packed.values[slot].chunk(num_parts), packed.scales[slot].chunk(num_parts)
     parts = zip(values, scales, strict=True)
     return torch.cat([dequantise(*part, (BLOCK, BLOCK)) for part in parts]).double()
 
 
 def quantise(weight: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Values and scales of a matrix, as a checkpoint holds them (docs/concepts/model.md)."""
+    """Return values and scales of a matrix, as stored in a checkpoint (docs/concepts/model.md)."""
     rows, columns = (-(-size // block) for size in weight.shape)
     scale = torch.zeros(rows, columns)
     values = torch.zeros_like(weight, dtype=torch.float8_e4m3fn)

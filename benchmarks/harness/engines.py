@@ -1,4 +1,4 @@
-"""Both engines over one pool, driven by hand: what they compute, without hand-over or Ray."""
+"""Both engines over one pool, driven by hand without hand-over or Ray."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
@@ -32,11 +32,11 @@ from tandem.runtime.lockstep import LocalPlanner, Planner
 from tandem.runtime.parts import RankParts
 
 POISON = float("inf")
-"""Value of cache entries that nothing may read: 0 times it is NaN."""
+"""Value of cache entries that must never be read: 0 times infinity is NaN."""
 
 
 class IdleFirst:
-    """No drafts in the first ``num_steps`` steps, then as many as rows want."""
+    """Drafts nothing in the first ``num_steps`` steps, then the number that rows want."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_left = num_steps
@@ -47,7 +47,7 @@ class IdleFirst:
 
 
 class Held:
-    """Always that level."""
+    """Always chooses the draft shape ``level``."""
 
     def __init__(self, level: int) -> None:
         self._level = level
@@ -57,16 +57,19 @@ class Held:
 
 
 def planner_of(loaded: LoadedModel, max_depth: int, length: DraftLengthPolicy) -> StepPlanner:
-    """Batches are not padded, nothing is measured."""
+    """Return a planner that pads no batches and measures nothing."""
     levels, catch_up = loaded.drafter.draft_shapes(max_depth), loaded.drafter.catch_up(max_depth)
     return StepPlanner(tuple(range(1, 65)), levels, length, catch_up)
 
 
 @dataclass
 class Bench:
-    """``copy`` moves a prompt's pages to the decode sequence's, as a hand-over would. ``firsts``
-    are tokens by request that stand for what prompts gave. Made right after ``loaded``: others that
-    were loaded meanwhile would have left torch another number of threads."""
+    """A prefill and a decode engine over one pool.
+
+    ``copy`` moves a prompt's pages to the decode sequence's, like a hand-over. ``firsts`` replaces
+    the first tokens of prompts, by request. Create it right after ``loaded``: loading another model
+    in between would change torch's number of threads.
+    """
 
     loaded: LoadedModel
     num_drafts: int = 3
@@ -128,12 +131,14 @@ class Bench:
         return [cache for group in self.caches.values() for cache in group]
 
     def start(self, request: Request) -> tuple[int, str | None]:
-        """Prefill, hand over, activate unless the first token ends it."""
+        """Prefill a request, hand over, and activate it unless the first token ends it."""
         return self.start_all(request)[request.request_id]
 
     def start_all(self, *requests: Request) -> dict[str, tuple[int, str | None]]:
-        """As ``start``, by id: prompts share prefill steps. Those that ``failed`` are left out, and
-        hold nothing any more."""
+        """Start several requests whose prompts share prefill steps; return results by request id.
+
+        Requests that ``failed`` are left out and hold nothing.
+        """
         torch.set_num_threads(self.num_torch_threads)
         pages: dict[Identity, tuple[int, ...]] = {}
         for request in requests:
@@ -165,7 +170,7 @@ class Bench:
         return started
 
     def _activate(self, done: Progress) -> str | None:
-        """Why it is over already, if it is."""
+        """Activate a sequence; return the finish reason if it is over already, else None."""
         request, sampling = done.sequence.request, done.sequence.request.sampling
         assert done.first_token is not None
         budget = remaining_budget(
@@ -189,8 +194,10 @@ class Bench:
             cache[list(target[:num_pages])] = cache[list(source[:num_pages])]
 
     def generate(self, *requests: Request) -> list[tuple[list[int], str]]:
-        """Token ids and finish reasons of requests that run in one batch; of one that fails the
-        reason is the name of its error."""
+        """Return token ids and finish reasons of requests that run in one batch.
+
+        The reason of a failed request is the name of its error.
+        """
         started = self.start_all(*requests)
         answers: dict[str, tuple[list[int], str | None]] = {
             one.request_id: ([], type(error).__name__) for one, error in self.failed.items()
@@ -225,7 +232,7 @@ class Bench:
 
 
 def load(path: Path, *sets: str) -> LoadedModel:
-    """The checkpoint in fp32, or as ``--set`` items say."""
+    """Load the checkpoint in fp32, or as the ``--set`` items say."""
     config = load_config(None, [f"model.path={path}", "model.dtype=float32", *sets])
     return load_model(config, DECODE)
 

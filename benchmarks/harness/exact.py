@@ -1,7 +1,7 @@
 """The exactness rule: an emitted token is the reference's argmax, given the emitted prefix.
 
-Teacher forcing makes it one forward per answer. A differing token passes only if the
-reference's own float64 top-two margin at that place is below 1e-4; such places are returned.
+Teacher forcing needs one forward per answer. A differing token passes only as a near tie: the
+reference's float64 top-two margin there is below 1e-4. Near ties are returned.
 """
 
 from pathlib import Path
@@ -14,7 +14,8 @@ MARGIN = 1e-4
 
 
 def near_ties(folder: Path, prompt: list[int], output: list[int]) -> list[str]:
-    """Places where ``output`` differs from the reference within the margin; asserts on others."""
+    """Return the near ties at which ``output`` differs from the reference; assert on other
+    differences."""
     ids = prompt + output[:-1]
     predicted = tiny.reference_logits(folder, ids)[len(prompt) - 1 :].argmax(-1).tolist()
     if predicted == output:

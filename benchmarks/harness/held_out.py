@@ -1,4 +1,4 @@
-"""Prompts from the files that the shipped checkpoint never saw."""
+"""Prompts from files that the shipped checkpoint was not trained on."""
 
 from functools import lru_cache
 

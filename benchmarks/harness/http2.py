@@ -34,15 +34,16 @@ class Connection:
         self._trailers: dict[int, dict[str, str]] = {}
 
     def open(self, path: str) -> int:
-        """Begin a call and return its stream."""
+        """Start a call and return its stream."""
         stream = self.h2.get_next_available_stream_id()
         self.h2.send_headers(stream, [*PSEUDO_HEADERS, (":path", path), *HEADERS])
         self._flush()
         return stream
 
     async def upload(self, stream: int, data: bytes, *, is_end: bool = False) -> int:
-        """Send ``data`` as the server's windows allow and return the number of sent bytes, which
-        is smaller where the server ends the stream.
+        """Send ``data`` as far as the server's windows allow, and return the number of bytes sent.
+
+        It is smaller than ``data`` if the server ends the stream.
 
         Raises:
             ConnectionError: The server closed the connection.
@@ -77,7 +78,7 @@ class Connection:
         return self.ended[stream]
 
     def allow(self, stream: int, num_bytes: int) -> None:
-        """Let the server send so many bytes more on a stream."""
+        """Let the server send ``num_bytes`` more on a stream."""
         with suppress(h2.exceptions.StreamClosedError):
             self.h2.increment_flow_control_window(num_bytes, stream)
             self._flush()
@@ -104,7 +105,7 @@ class Connection:
         match event:
             case h2.events.DataReceived(stream_id=stream, flow_controlled_length=length):
                 self.num_received[stream] = self.num_received.get(stream, 0) + length
-                self.h2.increment_flow_control_window(length)  # of the connection alone
+                self.h2.increment_flow_control_window(length)  # reopen only the connection's window
             case h2.events.ResponseReceived(stream_id=stream, headers=headers):
                 self._trailers[stream] = {str(name): str(value) for name, value in headers}
             case h2.events.TrailersReceived(stream_id=stream, headers=headers):

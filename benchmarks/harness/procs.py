@@ -1,4 +1,4 @@
-"""A `tandem serve` of one's own as a process, a Ray begun apart, and what they leave behind."""
+"""A local `tandem serve` as a process, a separate Ray, and checks that nothing is left behind."""
 
 import os
 import secrets
@@ -22,21 +22,21 @@ COMMAND = (sys.executable, "-m", "tandem.cluster.cli")
 
 
 def python_path(tree: Path = ROOT, *first: Path) -> str:
-    """Return a PYTHONPATH by which processes import the modules of ``tree``, and before these the
-    ones in the folders ``first``."""
+    """Return a PYTHONPATH that imports the modules of ``tree``; the folders ``first`` take
+    precedence."""
     return os.pathsep.join(map(str, (*first, tree / "src", tree)))
 
 
 @dataclass
 class Serving:
-    """``address`` is HOST:PORT; ``log`` collects stderr."""
+    """A running `tandem serve`. ``address`` is HOST:PORT; ``log`` collects stderr."""
 
     process: subprocess.Popen[str]
     address: str
     log: list[str] = field(default_factory=list)
 
     def stop(self, timeout_s: float = 60.0) -> int:
-        """SIGTERM, then its exit code; asserts that its whole process tree is gone."""
+        """Send SIGTERM and return the exit code; assert that the whole process tree is gone."""
         tree = descendants(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         code = self.process.wait(timeout_s)
@@ -46,7 +46,8 @@ class Serving:
 
 @dataclass(frozen=True)
 class RayHead:
-    """A Ray begun by ``ray start --head``; ``env`` is that of whoever is to join it."""
+    """A Ray started by ``ray start --head``; ``env`` is the environment of processes that join
+    it."""
 
     pid: int
     address: str
@@ -57,8 +58,10 @@ class RayHead:
 def ray_head(
     *, with_token: bool, num_cpus: int = 8, store: Path = Path("/dev/shm")
 ) -> Iterator[RayHead]:
-    """A Ray of one's own on the loopback interface, with a home folder of its own. Its object store
-    lies in ``store``."""
+    """Start a local Ray on the loopback interface, with a separate home folder.
+
+    Its object store lies in ``store``.
+    """
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as home:
         env = os.environ | {"HOME": home, "XDG_CACHE_HOME": str(user_cache())}
         env |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_worker_niceness": "0"}
@@ -127,9 +130,12 @@ def serving(
     cwd: Path = ROOT,
     env: dict[str, str] | None = None,
 ) -> Iterator[Serving]:
-    """``tandem serve``, in a Ray of its own or in ``head``, until the block ends; it is ended by
-    id whatever happens. ``env`` is that of its own Ray too, None this process's. Unless ``sets``
-    say so ranks compute in fp32, and measure no steps first: that is seconds of every test."""
+    """Run ``tandem serve`` during the block, with a local Ray or in ``head``.
+
+    ``env`` is the environment of serve and of its local Ray; None for this process's. Unless
+    ``sets`` say otherwise, ranks compute in fp32 and do not profile steps at startup, which saves
+    seconds per test.
+    """
     first = "server.address=127.0.0.1:0", *PLAINLY
     args = [arg for item in (*first, *sets) for arg in ("--set", item)]
     if head is not None:
@@ -164,7 +170,7 @@ def serving(
 
 
 def parents() -> dict[int, int]:
-    """Parent of every process that can be read."""
+    """Return the parent of every process that can be read."""
     table = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -187,13 +193,13 @@ def descendants(pid: int) -> set[int]:
 
 
 def actors(pid: int, class_name: str) -> list[int]:
-    """Below ``pid``, the processes of Ray actors of this class, oldest first."""
+    """Return the processes below ``pid`` that are Ray actors of this class, oldest first."""
     title = f"ray::{class_name}".encode()
     return [child for child in sorted(descendants(pid)) if command_of(child).startswith(title)]
 
 
 def command_of(pid: int) -> bytes:
-    """Empty for a process that is gone, which it may be since its parent was read."""
+    """Return the command line; empty if the process has ended since its parent was read."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -201,7 +207,7 @@ def command_of(pid: int) -> bytes:
 
 
 def listening(pids: set[int]) -> list[IPv4Address | IPv6Address]:
-    """The addresses that these processes listen on, one for each TCP port."""
+    """Return the addresses that these processes listen on, one for each TCP port."""
     held = set[str]()
     for pid in pids:
         for fd in Path(f"/proc/{pid}/fd").glob("*"):
@@ -217,7 +223,7 @@ def listening(pids: set[int]) -> list[IPv4Address | IPv6Address]:
 
 
 def _address(raw: bytes) -> IPv4Address | IPv6Address:
-    """Of the kernel's table: words of four bytes, each the wrong way round."""
+    """Decode an address of the kernel's table: words of four bytes in reverse byte order."""
     found = ip_address(b"".join(raw[i : i + 4][::-1] for i in range(0, len(raw), 4)))
     return getattr(found, "ipv4_mapped", None) or found
 
@@ -243,7 +249,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_gone(pids: set[int], timeout_s: float = 20.0) -> None:
-    """Assert that none of ``pids`` outlives the timeout; end those that do."""
+    """Assert that no process of ``pids`` outlives the timeout; kill those that do."""
     deadline = time.monotonic() + timeout_s
     while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Random tiny DeepSeek-V3 checkpoints on disk, and what transformers computes from them.
+"""Random tiny DeepSeek-V3 checkpoints on disk, and transformers' results for them.
 
 Every norm and bias is random, so that no mistake can hide behind ones and zeros.
 """
@@ -60,8 +60,10 @@ BASE: dict[str, Any] = {
 def write_tiny(
     folder: Path, *, seed: int, num_mtp_layers: int | None = None, **overrides: Any
 ) -> ModelConfig:
-    """Write config.json and model.safetensors; with fewer MTP layers than config.json promises,
-    as re-quantised copies are, if ``num_mtp_layers`` says so."""
+    """Write config.json and model.safetensors.
+
+    ``num_mtp_layers`` writes fewer MTP layers than config.json promises, as in re-quantised copies.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(BASE | overrides))
     config = ModelConfig.from_dir(folder)
@@ -72,7 +74,7 @@ def write_tiny(
 def random_tensors(
     config: ModelConfig, seed: int, num_mtp_layers: int | None = None
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint under their names on disk, fp32."""
+    """Return all tensors of a checkpoint by their names on disk, in fp32."""
     generator = torch.Generator().manual_seed(seed)
     num_mtp_layers = config.num_nextn_predict_layers if num_mtp_layers is None else num_mtp_layers
     num_layers = config.num_hidden_layers + num_mtp_layers
@@ -144,8 +146,8 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Te
 
 @lru_cache(maxsize=4)
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """transformers' model of the checkpoint, its MTP keys made findable
-    (docs/concepts/model.md)."""
+    """Return transformers' model of the checkpoint. Its MTP keys are renamed so that transformers
+    finds them (docs/concepts/model.md)."""
     config = ModelConfig.from_dir(folder)
     first, num_mtp_layers = config.num_hidden_layers, config.num_nextn_predict_layers
     patterns = [rf"model\.layers\.{i}\..*" for i in range(first, first + num_mtp_layers)]
@@ -158,13 +160,13 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedMod
 
 @torch.no_grad()
 def reference_logits(folder: Path, ids: list[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """[T, V]"""
+    """Return the logits [T, V] of transformers."""
     return reference(folder, dtype)(torch.tensor([ids])).logits[0]
 
 
 @torch.no_grad()
 def reference_greedy(folder: Path, ids: list[int], num_tokens: int) -> list[int]:
-    """Greedy continuation, EOS ignored."""
+    """Return the greedy continuation by transformers, ignoring EOS."""
     output = reference(folder).generate(
         torch.tensor([ids]),
         attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
@@ -178,7 +180,8 @@ def reference_greedy(folder: Path, ids: list[int], num_tokens: int) -> list[int]
 
 @torch.no_grad()
 def reference_mtp(folder: Path, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """MTP rows 0 .. T-2 over (token i+1, hidden i): normed hidden [T-1, D], logits [T-1, V]."""
+    """Return MTP rows 0 .. T-2 over (token i+1, hidden i): normed hidden [T-1, D], logits [T-1,
+    V]."""
     main = reference(folder)
     mtp = MtpModel.from_pretrained(main).eval()
     cache = MtpCache(config=main.config.get_mtp_config())

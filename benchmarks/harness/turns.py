@@ -1,4 +1,4 @@
-"""Engines that decode in turns, step by step, so that the machine's other work hits them alike."""
+"""Engines that decode by turns, step by step, so that other work affects them equally."""
 
 import random
 import time
@@ -20,7 +20,7 @@ ADAPTIVE = "adaptive"
 
 
 class Engine:
-    """Serves requests without end; unless ``is_staggered`` the first of all rows end together."""
+    """Serves requests endlessly. If ``is_staggered``, the first answers end at different times."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Engine:
         is_staggered: bool = True,
     ) -> None:
         self._asked, self._num_rows = cycled(asked, num_rows if is_staggered else 0), num_rows
-        # A prompt's pages are held twice while it is handed over.
+        # A prompt's pages are held twice during its hand-over.
         most = 2 * max(len(one.prompt_ids) for one in asked) + asked[0].sampling.max_tokens
         self.bench = Bench(
             loaded,
@@ -42,7 +42,8 @@ class Engine:
             page_size=PAGE_SIZE,
             measures=True,
         )
-        for cache in self.bench.all_caches():  # trials read it: of NaN, their rows are all alike
+        # trials read page 0; with NaN in it all their rows would be equal
+        for cache in self.bench.all_caches():
             cache[0].zero_()
         planner = self.bench.decode._planner
         assert isinstance(planner, LocalPlanner) and isinstance(planner._decide, StepPlanner)
@@ -50,18 +51,19 @@ class Engine:
         planner._decide = self._plan
 
     def choose(self, length: DraftLengthPolicy, costs: StepCostModel) -> None:
-        """That way from now on. The table of programs remains the engine's."""
+        """Use this draft-length policy from now on. The engine keeps its table of programs."""
         self.decide._draft_length, self.decide._costs, self._is_new = length, costs, True
 
     def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
-        """What is reported first of a new way is of a step of another's."""
+        """Plan a step. After a change of policy, drop the first report: its step was the old
+        policy's."""
         if self._is_new:
             proposals = [replace(one, report=None) for one in proposals]
         self._is_new = False
         return self.decide(proposals)
 
     def step(self) -> tuple[int, float]:
-        """With requests in all rows. Its tokens and seconds."""
+        """Fill all rows with requests and run a step; return its tokens and seconds."""
         while len(self.bench.decode.scheduler.sequences) < self._num_rows:
             self.bench.start(next(self._asked))
         self.bench.frames.clear()
@@ -72,7 +74,7 @@ class Engine:
 
     @property
     def num_context(self) -> int:
-        """Tokens that are known of a row on average."""
+        """Mean number of known tokens of a row."""
         held = self.bench.decode.scheduler.running
         return sum(one.num_known for one in held) // max(1, len(held))
 
@@ -83,7 +85,7 @@ class Engine:
 
 
 class Arm:
-    """One way to choose the length, in one engine after the other; what it has learned lasts."""
+    """One draft-length policy, moved between engines; its cost model is kept."""
 
     def __init__(self, length: DraftLengthPolicy, engine: Engine) -> None:
         self._draft_length, self.costs = length, engine.decide._costs
@@ -101,7 +103,7 @@ class Arm:
 
 
 def adaptive_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows: int) -> Arm:
-    """With what it measures while idle."""
+    """Return an arm with adaptive length, after its measurements while idle."""
     engine = Engine(loaded, depth, asked, num_rows)
     while engine.bench.decode.has_work():
         engine.bench.decode.step()
@@ -109,8 +111,11 @@ def adaptive_arm(loaded: LoadedModel, depth: int, asked: list[Request], num_rows
 
 
 def together(arms: Sequence[Arm], num_tokens: int, counts: bool) -> None:
-    """Until each of them has so many. In another order each time: a step right behind one that is
-    large finds the caches cold, and takes up to 15 % longer."""
+    """Run steps until each arm has ``num_tokens`` tokens.
+
+    The order of arms changes with each call. A step right after a large one finds cold caches and
+    takes up to 15 % longer.
+    """
     arms = random.Random(num_tokens).sample(arms, len(arms))
     before = [(arm.num_tokens, arm.spent_s) for arm in arms]
     while (arm := min(arms, key=attrgetter("num_tokens"))).num_tokens < num_tokens:
@@ -121,8 +126,11 @@ def together(arms: Sequence[Arm], num_tokens: int, counts: bool) -> None:
 
 
 def cycled(asked: list[Request], num_early: int) -> Iterator[Request]:
-    """Again and again. The first ones end one after the other, or all rows would be at the same
-    place of their texts for ever."""
+    """Repeat the requests endlessly.
+
+    The first ones are shortened so that they end one after another. Otherwise all rows would stay
+    at the same position of their texts.
+    """
     for i, one in enumerate(cycle(asked)):
         num = one.sampling.max_tokens
         if i < num_early:

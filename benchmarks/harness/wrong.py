@@ -1,4 +1,4 @@
-"""Drafts that are wrong, and become right: how soon the length by load follows."""
+"""Drafts that are wrong and become right: how soon the adaptive draft length follows."""
 
 import statistics
 from typing import Any
@@ -13,13 +13,16 @@ from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import Caches
 
 NUM_BEFORE, NUM_AFTER = 400, 800
-"""Steps with wrong drafts, and with right ones."""
+"""Numbers of steps with wrong drafts and with right ones."""
 ALIKE = 0.97
 
 
 class Wrong:
-    """The checkpoint's drafter, but every draft is another token as long as ``shift_1`` is not 0; a
-    tensor, for it counts in programs that are recorded."""
+    """The checkpoint's drafter, whose drafts are replaced by other tokens while ``shift_1`` is not
+    0.
+
+    ``shift_1`` is a tensor because recorded programs read it.
+    """
 
     def __init__(self, inner: Drafter, vocab_size: int) -> None:
         self._inner, self._vocab_size = inner, vocab_size
@@ -43,8 +46,11 @@ class Wrong:
 def changed(
     loaded: LoadedModel, depth: int, wrong: Wrong, asked: list[Request], num_rows: int
 ) -> tuple[int, int, int]:
-    """The levels in use before and long after drafts have become right, and the steps until one
-    is in use that is worth as much by what is known at the end, but for ALIKE."""
+    """Return the draft shape used before drafts became right, the one used long after, and the
+    steps until a nearly optimal one is used.
+
+    A shape is nearly optimal if its speed is at least ALIKE of the best, by the final cost model.
+    """
     arm = adaptive_arm(loaded, depth, asked, num_rows)
     wrong.shift_1.fill_(1)
     lengths = []

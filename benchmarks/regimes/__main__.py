@@ -1,13 +1,15 @@
-"""When drafts pay, by rows and context: the regime model of MagicDec (arXiv 2408.11049)
-next to what was measured.
+"""When drafts pay, by rows and context: MagicDec's regime model (arXiv 2408.11049) and
+measurements.
 
     python -m benchmarks.regimes [--json docs/regimes.json] [--plot docs/regimes.png]
 
-T_T, T_V and T_D, the times of a plain step, of verifying n drafts and of making one, are fitted to
-whole steps at FIT; n-grams, which draft for next to nothing, tell T_V. At TRIED, which the fit has
-not seen, steps of each drafter are timed the same way. A step of n drafts gives Omega(n, a) =
-1 + a + .. + a^n tokens, and a token takes (n T_D + T_V(n)) / (Omega T_T) of the time of one without
-drafts; a is what was accepted there. About 20 minutes on two cores.
+T_T is the time of a plain step, T_V of verifying n drafts, and T_D of making one draft. They are
+fitted to whole steps at FIT. N-grams, which cost almost nothing to draft, give T_V. At TRIED, which
+the fit has not seen, steps of each drafter are timed the same way.
+
+A step of n drafts gives Omega(n, a) = 1 + a + .. + a^n tokens, where a is the measured acceptance.
+A token takes (n T_D + T_V(n)) / (Omega T_T) of the time without drafts. Takes about 20 minutes on
+two cores.
 """
 
 import argparse
@@ -50,7 +52,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--num-threads", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="also to this file")
+    parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--plot", type=Path, metavar="FILE.png")
     args = parser.parse_args()
     times: list[Times] = []

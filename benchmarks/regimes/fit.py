@@ -12,8 +12,11 @@ VERIFY, NONE = "verify", "none"
 
 @dataclass(frozen=True)
 class Times:
-    """A step of ``num`` drafts took so long, with so many rows of so many tokens; drafting reads
-    ``num_read`` of these."""
+    """Measured time of a step with ``num`` drafts.
+
+    The step has ``num_rows`` rows of ``context`` tokens. Drafting reads ``num_read`` of these
+    tokens.
+    """
 
     drafter: str
     num_rows: int
@@ -25,8 +28,13 @@ class Times:
 
 @dataclass(frozen=True)
 class Cell:
-    """Of one drafter, n and context: time of a token by that without drafts, as the model has it
-    and as it was; ``alpha`` is the share of drafts that was accepted behind accepted ones."""
+    """Time of a token with one drafter, n and context, divided by that without drafts.
+
+    Attributes:
+        alpha: Share of drafts accepted among those that follow accepted ones.
+        predicted: Time ratio by the model.
+        measured: Measured time ratio.
+    """
 
     context: int
     drafter: str
@@ -37,14 +45,17 @@ class Cell:
 
 
 def verify_terms(num_rows: int, context: int, num: int) -> list[float]:
-    """What T_V is linear in: what is read once, work of each token, entries that are read for each
-    row, and work of each token with each entry."""
+    """Return the terms of the linear model of T_V.
+
+    The terms are data read once, work per token, entries read per row, and work per (token, entry).
+    """
     tokens = num_rows * (num + 1)
     return [1, tokens, num_rows * context, tokens * context]
 
 
 def draft_terms(num_rows: int, num_read: int, num: int) -> list[float]:
-    """As those of T_V, of so many passes; the first is what does not depend on their number."""
+    """Return the terms of the linear model of ``num`` drafting passes. The first term is
+    constant."""
     return [1, num, num * num_rows, num * num_rows * num_read]
 
 
@@ -54,7 +65,7 @@ def product(weights: Sequence[float], terms: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Model:
-    """Weights of the terms: of T_V (T_T is that of no drafts), and of each drafter's T_D."""
+    """Weights of the terms of T_V, and of each drafter's T_D. T_T is T_V without drafts."""
 
     weights: dict[str, list[float]]
 
@@ -62,22 +73,26 @@ class Model:
         return product(self.weights[VERIFY], verify_terms(num_rows, context, num))
 
     def draft_s(self, drafter: str, num_rows: int, num_read: int, num: int) -> float:
-        """Of all ``num``; nothing for those that verification was timed with."""
+        """Return the time of making all ``num`` drafts; 0 for the drafter by which T_V was
+        fitted."""
         weights = self.weights.get(drafter.split()[0], [0.0] * 4)
         return product(weights, draft_terms(num_rows, num_read, num))
 
     def ratio(
         self, drafter: str, num_rows: int, context: int, num_read: int, num: int, alpha: float
     ) -> float:
-        """Of a token with ``num`` drafts by one without."""
+        """Return the time of a token with ``num`` drafts, divided by that of one without."""
         step_s = self.verify_s(num_rows, context, num)
         step_s += self.draft_s(drafter, num_rows, num_read, num)
         return step_s / expected_length(alpha, num) / self.verify_s(num_rows, context, 0)
 
 
 def fitted(free: str, times: Sequence[Times]) -> Model:
-    """Steps without drafts and those of ``free``, which drafts for next to nothing, tell T_V; what
-    others take besides is T_D. Least squares of errors relative to steps."""
+    """Fit the model by least squares of errors relative to step times.
+
+    T_V is fitted to steps without drafts and to those of ``free``, whose drafts cost almost
+    nothing. The additional time of other drafters is T_D.
+    """
     own = [one for one in times if one.drafter in (free, NONE)]
     verify = solved(
         [verify_terms(one.num_rows, one.context, one.num) for one in own],
@@ -99,7 +114,8 @@ def fitted(free: str, times: Sequence[Times]) -> Model:
 def solved(
     terms: Sequence[Sequence[float]], values: Sequence[float], whole: Sequence[float]
 ) -> list[float]:
-    """Weights by which the terms give the values, with the least squares of errors by ``whole``."""
+    """Return weights by which the terms give the values, with least squares of errors over
+    ``whole``."""
     whole_K = torch.tensor(whole, dtype=torch.float64)
     terms_KJ = torch.tensor(terms, dtype=torch.float64) / whole_K.unsqueeze(1)
     scale_J = terms_KJ.abs().amax(0).clamp(min=1e-300)

@@ -1,4 +1,4 @@
-"""The model beside what was measured, as a table, as words, and as a plot."""
+"""The model compared with measurements, as a table, as text, and as a plot."""
 
 from collections.abc import Sequence
 from itertools import product
@@ -14,8 +14,10 @@ FAR = 1 << 20
 
 
 def inflection(model: Model, alpha: float, num_rows: int) -> int | None:
-    """S_inflection: the least context, up to FAR, from which on some budget and n of self-drafting
-    take less time than none; None if there is no such."""
+    """Return S_inflection: the minimum context from which on self-drafting pays, up to FAR.
+
+    It pays if some budget and n take less time than no drafts. None if there is no such context.
+    """
     contexts = [1 << i for i in range(7, FAR.bit_length())]
     pays = [
         min(
@@ -52,7 +54,7 @@ def show(model: Model, cells: Sequence[Cell]) -> None:
 
 
 def choice(context: int, cells: Sequence[Cell]) -> str:
-    """What the model would have chosen, and what it costs beside the best."""
+    """Return the model's choice at a context, and its cost compared with the best one."""
     everything = [Cell(context, NONE, 0, 0.0, 1.0, 1.0), *cells]
     chosen = min(everything, key=lambda one: one.predicted)
     best = min(everything, key=lambda one: one.measured)

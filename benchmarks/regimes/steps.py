@@ -21,17 +21,17 @@ MTP, FREE, BUDGETS = "mtp", "ngram", (4, 16)
 SELF = tuple(f"self {budget}" for budget in BUDGETS)
 DRAFTERS, DEPTHS = (FREE, MTP, *SELF), (1, 2, 3)
 PLAIN_IN = SELF[0]
-"""Whose engine does the steps without drafts: it keeps nothing of them."""
+"""Drafter whose engine also runs the steps without drafts; it keeps no state of them."""
 NUM_WARM, NUM_FIRST, NUM_TIMED = 2, 1, 3
-"""Rounds that do not count, and steps of a turn: after another arm's the caches are cold, and what
-that one left of the drafter's rows is caught up with."""
+"""Warm-up rounds; first steps of a turn that do not count; timed steps of a turn. The first steps
+find cold caches, and the drafter catches up in them with the rows of the previous arm."""
 MAX_TOKENS = 1000
 ArmName = tuple[str, int]
 
 
 @dataclass
 class Taken:
-    """By an arm's steps."""
+    """Measurements of an arm's steps."""
 
     seconds: list[float] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Taken:
 
     @property
     def step_s(self) -> float:
-        """In the middle half: what hits few steps hits some arm more than others."""
+        """Mean of the middle half, because outliers affect some arms more than others."""
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return statistics.fmean(one for one in self.seconds if low <= one <= high)
 
@@ -52,13 +52,13 @@ class Taken:
 
 
 def read_by(drafter: str, context: int) -> int:
-    """Tokens that drafting reads."""
+    """Return the number of tokens that drafting reads."""
     _, _, budget = drafter.partition(" ")
     return min(context, int(budget) * PAGE_SIZE) if budget else context
 
 
 def asked_of(num_rows: int, context: int) -> list[Request]:
-    """Prompts of slices of held-out files, as no file is so long."""
+    """Return prompts joined from slices of held-out files, as no file has ``context`` tokens."""
     texts = iter(held_out(num_rows * (1 + context // 256), 257, 257, seed=5))
     sampling = SamplingParams(seed=0, max_tokens=MAX_TOKENS, ignore_eos=True)
     prompts = []
@@ -80,8 +80,11 @@ def engine_of(drafter: str, num_rows: int, context: int, num_threads: int) -> En
 
 
 def taken(num_rows: int, context: int, num_rounds: int, num_threads: int) -> dict[ArmName, Taken]:
-    """By drafter and n. After each round all engines go on to where the farthest is, so that all
-    arms have the same contexts."""
+    """Return measurements by drafter and n.
+
+    After each round all engines advance to the position of the farthest one, so that all arms have
+    the same contexts.
+    """
     engines = {name: engine_of(name, num_rows, context, num_threads) for name in DRAFTERS}
     arms: list[ArmName] = [(NONE, 0), *((name, n) for name in DRAFTERS for n in DEPTHS)]
     found = {arm: Taken() for arm in arms}
@@ -126,7 +129,8 @@ def level_out(engines: Sequence[Engine]) -> None:
 
 
 def alpha_of(found: dict[ArmName, Taken], drafter: str, num_rows: int) -> float:
-    """The share of drafts that was accepted behind accepted ones, the mean of all n."""
+    """Return the share of drafts accepted among those that follow accepted ones, averaged over
+    n."""
     return statistics.fmean(
         fitted_acceptance(found[drafter, n].tokens_of_a_step(num_rows), n) or 0.0 for n in DEPTHS
     )

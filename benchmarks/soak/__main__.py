@@ -1,16 +1,19 @@
 """Load a cluster with all shapes of requests, end many early, and check every answer.
 
-    python -m benchmarks.soak --num-requests 1000 --cancel 0 --deadline 0   # every answer whole
-    python -m benchmarks.soak --minutes 10 --set kv.num_pages=90            # all ends, preemption
+    python -m benchmarks.soak --num-requests 1000 --cancel 0 --deadline 0
+    python -m benchmarks.soak --minutes 10 --set kv.num_pages=90   # all ends, preemption
 
-Prompts of 1 to 1,500 held-out tokens; greedy and sampled; 0 to 3 drafts; penalties, bias,
-min_tokens, min_p, log probabilities, stop strings, n up to 3. Some are ended at a random moment,
-by dropping the call, by Abort or by a deadline, so that every phase is hit. Then every answer,
-or what arrived of it, is checked: plain greedy ones against transformers, all others against the
-same request run alone without drafts; a differing token passes only within the margin rule
-(float64 top two closer than 1e-4), at most 2 in 1,000 answers. The exit code is 1 if anything was
-wrong, failed, hung, or was left behind. Waiting in the queue is no progress either: give a small
-pool fewer requests in flight, or raise --hang-s.
+Prompts have 1 to 1,500 held-out tokens, with 0 to 3 drafts and n up to 3. Requests are greedy or
+sampled, with penalties, bias, min_tokens, min_p, log probabilities and stop strings. Some are ended
+at a random moment by dropping the call, by Abort or by a deadline, so that every phase is hit.
+
+Then every answer is checked, or the part of it that arrived. Plain greedy answers are compared with
+transformers. All others are compared with the same request run alone without drafts. A differing
+token passes only as a near tie: the float64 top two are closer than 1e-4. At most 2 in 1,000
+answers may have one.
+
+The exit code is 1 if anything was wrong, failed, hung, or was left behind. Waiting in the queue
+counts as no progress: for a small pool use fewer requests in flight, or raise --hang-s.
 """
 
 import argparse
@@ -43,7 +46,7 @@ MAX_SHOWN = 5
 
 @asynccontextmanager
 async def serving(config: TandemConfig) -> AsyncIterator[tuple[ClusterGateway, AsyncClient]]:
-    """A cluster of one's own; the client never tries again, so that every error is seen."""
+    """Start a local cluster. The client never retries, so that every error is seen."""
     async with Server(config) as server, launch(config) as gateway:
         await server.attach(gateway)
         async with AsyncClient(server.address, retry_s=0) as client:
@@ -52,7 +55,7 @@ async def serving(config: TandemConfig) -> AsyncIterator[tuple[ClusterGateway, A
 
 
 async def load_phase(client: AsyncClient, freed: Freed, args: argparse.Namespace) -> Tally:
-    """The load; the bar counts requests, or seconds if a time was given."""
+    """Run the load. The bar counts requests, or seconds if a time was given."""
     shares = Shares(cancel=args.cancel, deadline=args.deadline)
     num_requests = None if args.minutes else args.num_requests
     asked = plans(args.seed, num_requests, args.max_prompt, args.max_tokens, shares)
@@ -71,7 +74,7 @@ async def load_phase(client: AsyncClient, freed: Freed, args: argparse.Namespace
 
 
 async def check_phase(client: AsyncClient, tally: Tally, share: float) -> Checked:
-    """Check the answers, or an even share of them, one after the other."""
+    """Check the answers, or an evenly spread share of them, one after another."""
     eos_ids = (await client.model_info()).eos_token_ids
     checker = Checker(functools.partial(run_alone, client), eos_ids)
     num = math.ceil(len(tally.answers) * share)
@@ -87,7 +90,7 @@ def num_preempted(status: ServerStatus) -> int:
 
 
 def mean_step_ms(status: ServerStatus) -> float:
-    """Of the decode nodes."""
+    """Return the mean step time of the decode nodes in ms."""
     counters = [rank.counters for rank in status.ranks if "step_s" in rank.counters]
     num_steps = sum(one["num_steps"] for one in counters)
     return sum(one["step_s"] for one in counters) / max(1, num_steps) * 1e3
@@ -148,28 +151,28 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--num-requests", type=positive, default=1000, help="how many to ask [1000]")
-    add("--minutes", type=float, default=0.0, help="go on for so long instead")
+    add("--num-requests", type=positive, default=1000, help="number of requests [1000]")
+    add("--minutes", type=float, default=0.0, help="duration, instead of --num-requests")
     add("--in-flight", type=positive, default=64, help="requests at a time [64]")
     add("--cancel", type=share, default=Shares().cancel, help="share dropped or aborted [0.15]")
-    add("--deadline", type=share, default=Shares().deadline, help="share with a short one [0.1]")
+    add("--deadline", type=share, default=Shares().deadline, help="share with a short deadline")
     add("--check", type=share, default=1.0, help="share of the answers that is checked [1]")
     add("--max-prompt", type=positive, default=1500, help="tokens of the longest prompt [1500]")
-    add("--max-tokens", type=positive, default=64, help="of the longest answer [64]")
+    add("--max-tokens", type=positive, default=64, help="tokens of the longest answer [64]")
     add(
         "--hang-s",
         type=float,
         default=60.0,
-        help="no progress of a stream for so long, queue included, is a hang [60]",
+        help="seconds without progress of a stream, in the queue too, that are a hang [60]",
     )
-    add("--seed", type=int, default=0, help="another one asks other things [0]")
+    add("--seed", type=int, default=0, help="seed of the requests [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     add("--json", action="store_true", help="print one JSON line")
     return parser.parse_args()
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line per figure, and per item of those that have several."""
+    """Print one line per figure, and per item of those that have several."""
     for name, value in result.items():
         lines: list[Any] = [value]
         if isinstance(value, dict):

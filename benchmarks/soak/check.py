@@ -1,8 +1,10 @@
-"""Whether what arrived is right: transformers for plain greedy answers, for all others the same
-request run alone without drafts, its whole text where a stop string may have cut it.
+"""Check answers, or the parts of them that arrived.
 
-A differing token passes only under the margin rule (benchmarks/harness/exact.py): the float64
-reference's top two, of logits or of log p plus noise, are less than 1e-4 apart.
+Plain greedy answers are compared with transformers. All others are compared with the same request
+run alone without drafts. If a stop string may have cut the text, the whole text is compared.
+
+A differing token passes only as a near tie (benchmarks/harness/exact.py). The reference's float64
+top two, of logits or of log p plus noise, must be less than 1e-4 apart.
 """
 
 from collections.abc import Awaitable, Callable
@@ -27,12 +29,12 @@ from tandem.text.tokenizer import Tokenizer
 
 RunAlone = Callable[[Plan, dict[str, Any]], Awaitable[Answer]]
 MAX_LOGPROB_GAP = 1e-3
-"""Batches sum in another order than a request alone."""
+"""Tolerance for log probabilities: a batch sums in another order than a request alone."""
 
 
 @dataclass
 class Checked:
-    """``wrong`` says what is wrong with whom; ``ties`` are tokens that pass by the margin rule."""
+    """Results of checks: ``wrong`` names answers and their faults, ``ties`` lists near ties."""
 
     num: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -40,7 +42,7 @@ class Checked:
 
 
 class Checker:
-    """``run_alone`` asks for the same model with nothing else running."""
+    """Checks answers. ``run_alone`` sends a request to the same model while nothing else runs."""
 
     def __init__(self, run_alone: RunAlone, eos_ids: tuple[int, ...]) -> None:
         self.found = Checked()
@@ -49,7 +51,7 @@ class Checker:
         self._tokenizer = Tokenizer(TINY_MODEL)
 
     async def check(self, answer: Answer) -> None:
-        """Note what is wrong with an answer, or with the part of it that arrived."""
+        """Record the faults of an answer, or of the part of it that arrived."""
         name = f"{answer.plan.name}[{answer.index}]"
         self.found.num += 1
         try:
@@ -86,7 +88,7 @@ class Checker:
         return []
 
     def _check_end(self, answer: Answer, whole: Answer) -> None:
-        """Text, end and log probabilities of tokens that begin as ``whole`` does."""
+        """Check text, end and log probabilities of tokens that are a prefix of ``whole``."""
         stop = answer.plan.options.get("stop", ())
         end = first_stop(whole.text, stop)
         text = whole.text if end is None else whole.text[:end]
@@ -109,19 +111,20 @@ class Checker:
 
 
 def is_plain(options: dict[str, Any]) -> bool:
-    """Whether each token is the argmax of the raw logits, and nothing cuts the text."""
+    """Return whether each token is the argmax of the raw logits, and nothing cuts the text."""
     choosing = {"temperature", "logit_bias", "repetition_penalty", "min_tokens"}
     return not (choosing | {"stop", "logprobs", "n"}) & options.keys()
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the stop string begins that is complete first, the longest of those; None without."""
+    """Return the start of the stop string that is complete first, the longest of those; None
+    without."""
     ends = [(start + len(s), start) for s in stops if (start := text.find(s)) >= 0]
     return min(ends)[1] if ends else None
 
 
 def to_request(answer: Answer) -> Request:
-    """What the gateway made of this answer's request."""
+    """Return the request that the gateway made for this answer."""
     known = SamplingParams.__dataclass_fields__.keys()
     options = {name: value for name, value in answer.plan.options.items() if name in known}
     bias = options.pop("logit_bias", {})
@@ -135,7 +138,8 @@ def to_request(answer: Answer) -> Request:
 def score_ties(
     request: Request, token_ids: list[int], stops: frozenset[int], folder: Path = TINY_MODEL
 ) -> list[str]:
-    """Places where ``token_ids`` differ from the reference within the margin; asserts on others.
+    """Return near ties at which ``token_ids`` differ from the reference; assert on other
+    differences.
 
     The reference chooses by float64 logits under the request's rules, with its noise.
     """

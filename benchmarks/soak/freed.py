@@ -1,4 +1,4 @@
-"""How long nodes still hold a request after its client ended it: measured at their controls."""
+"""How long nodes still hold a request after its client ended it, measured at their controls."""
 
 import asyncio
 import statistics
@@ -16,16 +16,16 @@ from tandem.prefill_node.prefill_calls import Prefill
 
 POLL_S = 0.002
 BOUND_MS = 100
-"""What we ask of ourselves, counted from the next step."""
+"""Target for Tandem itself, counted from the next step."""
 
 
 class Freed:
-    """From a client's drop or abort until a node holds nothing of the request, under load.
+    """Measures the time from a client's drop or abort until a node holds nothing of the request.
 
-    A node answers ``status`` between two steps: one sent when the client ends the request tells
-    when the next step has passed. A decode node answers ``abort`` when row and pages are free.
-    A prefill node refuses to renew a lease that has ended; the status after that is answered
-    when the pages are free. Who holds nothing yet, such as a queued request's nodes, is left out.
+    A node answers ``status`` between two steps, so a status call shows when the next step has
+    ended. A decode node answers ``abort`` when row and pages are free. A prefill node refuses to
+    renew a lease that has ended, and answers a later status when the pages are free. Nodes that
+    hold nothing of a request yet, as while it is queued, are left out.
     """
 
     def __init__(self, handles: Sequence[RankHandle]) -> None:
@@ -40,7 +40,7 @@ class Freed:
             handle.control = _Watched(handle, self)
 
     def ended(self, name: str) -> None:
-        """The client ends this request now."""
+        """Record that the client ends this request now."""
         self._ended_at[name] = time.monotonic()
         for node in self._controls:
             self._tasks.start(self._next_step(name, node))
@@ -48,11 +48,11 @@ class Freed:
             self._tasks.start(self._release(name, node, identity))
 
     def offered(self, node: str, identity: Identity) -> None:
-        """A prefill node is asked for a prompt, and will hold it under a lease."""
+        """Record that a prefill node gets a prompt, which it will hold under a lease."""
         self._leases.setdefault(identity.request_id, {})[identity] = node
 
     def freed(self, name: str, node: str) -> None:
-        """The node holds nothing of the request; noted if its client has ended it."""
+        """Record that the node holds nothing of the request, if its client has ended it."""
         if name in self._ended_at:
             self._freed_at.append((name, node, time.monotonic()))
 
@@ -70,7 +70,7 @@ class Freed:
             self.freed(name, node)
 
     async def summary(self) -> dict[str, Any]:
-        """Per node: milliseconds since the end, and since the step after it."""
+        """Return the milliseconds since the end, and since the step after it, for each node."""
         await self._tasks.finish()
         found: dict[str, Any] = {}
         for node in self._controls:

@@ -1,12 +1,13 @@
-"""How long streams stand still when their decode rank is killed, and how soon all are back.
+"""How long streams stall when their decode rank is killed, and how soon all ranks are back.
 
     python -m benchmarks.soak.gap [--kills 10] [--streams 8] [--num-tokens 512] [--gangs]
 
-One prefill and two decode ranks, or gangs of two ranks; streams of prompts of half of the tokens
-and answers of the other half run on both decode ranks, then one is killed. Told is each of its
-streams' longest time between two pieces from the kill on, beside that of the other rank's streams,
-and the time until all ranks work together again: that is loading the checkpoint, and before it
-whatever the process imports.
+One prefill and two decode ranks, or gangs of two ranks. Half of the tokens are the prompt, half the
+answer. Streams run on both decode ranks, then one rank is killed.
+
+The command reports each stream's longest time between two pieces after the kill, for the killed
+rank and for the other one. It also reports the time until all ranks work together again. That is
+the time for imports and for loading the checkpoint.
 """
 
 import argparse
@@ -41,7 +42,7 @@ LOOK_S = 0.005
 
 
 class Stream:
-    """One, with the moments of its pieces."""
+    """One stream, with the moments of its pieces."""
 
     def __init__(self, client: AsyncClient, prompt: list[int], num_tokens: int) -> None:
         self.moments: list[float] = []
@@ -55,7 +56,7 @@ class Stream:
             self.num_tokens += len(piece.token_ids)
 
     def gap_s(self, since: float) -> float:
-        """The longest between two pieces, of which the later came after ``since``."""
+        """Return the longest time between two pieces, the later of which came after ``since``."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
         return max((b - a for a, b in pairs if b > since), default=0.0)
 
@@ -63,8 +64,8 @@ class Stream:
 async def one_kill(
     gateway: ClusterGateway, address: str, prompts: Sequence[list[int]], num_tokens: int
 ) -> tuple[list[float], float, float]:
-    """The gaps of all streams from the kill on; the moment until which a pair was lost, and until
-    all were back."""
+    """Return the gaps of all streams after the kill, the moment of the kill, and the moment when
+    all ranks were back."""
     num_pairs = len(gateway.fleet.usable_pairs())
     async with AsyncClient(address) as client:
         streams = [Stream(client, prompt, num_tokens) for prompt in prompts]
@@ -119,10 +120,10 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--kills", type=int, default=10, help="[10]")
-    add("--streams", type=int, default=8, help="on each decode rank [8]")
+    add("--kills", type=int, default=10, help="number of kills [10]")
+    add("--streams", type=int, default=8, help="streams on each decode rank [8]")
     add("--num-tokens", type=int, default=512, help="prompt and answer together [512]")
-    add("--gangs", action="store_true", help="of two ranks each, in place of lone ranks")
+    add("--gangs", action="store_true", help="gangs of two ranks instead of single ranks")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     show(asyncio.run(gaps(parser.parse_args())))
 

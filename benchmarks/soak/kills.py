@@ -1,12 +1,12 @@
-"""Kill ranks again and again while clients ask, and see that every answer comes and is right.
+"""Kill ranks repeatedly while clients send requests, and check that every answer is right.
 
-    python -m benchmarks.soak.kills                          # a random rank of 2 + 2 every 8 s
+    python -m benchmarks.soak.kills                    # a random rank of 2 + 2 every 8 s
     python -m benchmarks.soak.kills --one --every 3 --num-kills 20
 
-Each client runs one `tandem generate` after the other. Every answer is checked against
-transformers by the margin rule. Told are the longest time without a usable rank of a kind and
-without any pair that works together, and how long after the last kill all are back. The exit code
-is 1 if a request failed, an answer was wrong, or the full size was not back within --back-s.
+Each client runs one `tandem generate` after another. Every answer is checked against transformers
+with the near-tie rule. The command reports the longest time without a usable rank of a kind, and
+without any working pair. It also reports how long after the last kill all are back. The exit code
+is 1 if a request failed, an answer was wrong, or a rank was missing after --back-s.
 """
 
 import argparse
@@ -48,7 +48,7 @@ CHAIN_DRAFTERS = {PREFILL: "PrefillActor", DECODE: "DecodeActor"}
 
 @dataclass
 class Gaps:
-    """How long there was nothing usable: of each kind, and of pairs."""
+    """Longest times without anything usable: without ranks of each kind, and without pairs."""
 
     longest_s: dict[str, float] = field(default_factory=dict)
     _since: dict[str, float] = field(default_factory=dict)
@@ -62,7 +62,8 @@ class Gaps:
 
 @dataclass
 class Asked:
-    """``answers`` are (prompt, tokens), ``failures`` what a command said instead."""
+    """Results of requests: ``answers`` are (prompt, tokens), ``failures`` the output of failed
+    commands."""
 
     answers: list[tuple[list[int], list[int]]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
@@ -78,7 +79,7 @@ async def watch(gateway: ClusterGateway, gaps: Gaps) -> None:
 
 
 async def ask(address: str, prompts: list[list[int]], asked: Asked, is_over: asyncio.Event) -> None:
-    """One command after the other."""
+    """Run one command after another."""
     generator = random.Random(len(prompts[0]))
     while not is_over.is_set():
         prompt = generator.choice(prompts)
@@ -99,15 +100,15 @@ async def ask(address: str, prompts: list[list[int]], asked: Asked, is_over: asy
 
 
 class Killer:
-    """SIGKILLs ranks of this process's own cluster; with ``one`` always that of decode-0, in all
-    its lives."""
+    """Sends SIGKILL to ranks of this process's cluster. ``one`` restricts it to decode-0 in all
+    epochs."""
 
     def __init__(self, one: bool, seed: int) -> None:
         self._spared = actors(os.getpid(), CHAIN_DRAFTERS[DECODE])[1:] if one else None
         self._random = random.Random(seed)
 
     async def kill(self) -> str:
-        """What was killed, as soon as it is there."""
+        """Kill a rank as soon as one exists; return its name."""
         while not (found := self._found()):
             await asyncio.sleep(LOOK_S)
         pid, name = self._random.choice(found)
@@ -124,7 +125,7 @@ class Killer:
 
 
 async def back_after(gateway: ClusterGateway, within_s: float) -> float | None:
-    """Seconds until every pair of ranks works together again, None if they never do."""
+    """Return the seconds until every pair of ranks works together again; None if they never do."""
     began_at = time.monotonic()
     while time.monotonic() - began_at < within_s:
         if len(gateway.fleet.usable_pairs()) == 4:
@@ -152,7 +153,7 @@ async def kills(args: argparse.Namespace) -> dict[str, Any]:
                 text = f"{i + 1} killed, {len(asked.answers)} answers, {len(asked.failures)} failed"
                 bar.update(task, completed=i + 1, description=text)
         back_s = await back_after(gateway, args.back_s)
-        await asyncio.sleep(args.every)  # requests after it
+        await asyncio.sleep(args.every)  # let requests run after recovery
         is_over.set()
         await asyncio.gather(*clients)
         watcher.cancel()
@@ -177,7 +178,7 @@ async def kills(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def check(asked: Asked) -> tuple[list[str], list[str]]:
-    """What is wrong, and what passes by the margin rule; the same answer is checked once."""
+    """Return wrong answers and near ties; equal answers are checked once."""
     wrong, ties = [], []
     for prompt, tokens in {(tuple(p), tuple(t)) for p, t in asked.answers}:
         try:
@@ -195,11 +196,16 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--every", type=float, default=8.0, help="seconds between kills [8]")
-    add("--num-kills", type=int, default=12, help="how many [12]")
+    add("--num-kills", type=int, default=12, help="number of kills [12]")
     add("--one", action="store_true", help="always the same rank, decode-0")
     add("--clients", type=int, default=3, help="commands at a time [3]")
-    add("--back-s", type=float, default=30.0, help="in which all must be back at the end [30]")
-    add("--seed", type=int, default=0, help="another one kills others [0]")
+    add(
+        "--back-s",
+        type=float,
+        default=30.0,
+        help="maximum until all ranks are back at the end [30]",
+    )
+    add("--seed", type=int, default=0, help="seed of the choice of ranks [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     args = parser.parse_args()
     result = asyncio.run(kills(args))

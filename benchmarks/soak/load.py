@@ -1,4 +1,4 @@
-"""The load: so many requests in flight until enough were asked or the time is up."""
+"""The load: a fixed number of requests in flight, until enough were sent or the time is up."""
 
 import asyncio
 import statistics
@@ -20,7 +20,7 @@ MIN_DEADLINE_S = 0.01
 
 @dataclass
 class Answer:
-    """What arrived of one of a request's answers; ``reason`` is empty if it did not end."""
+    """Output of one of a request's answers; ``reason`` is empty if it did not end."""
 
     plan: Plan
     index: int
@@ -40,8 +40,10 @@ class Answer:
 
 @dataclass
 class Tally:
-    """What happened. ``ends`` counts by kind, and cancellations by the phase they fell in. An
-    abort is missed if its request has just ended, or is not admitted yet."""
+    """Outcomes of all requests. ``ends`` counts by kind, and cancellations by phase.
+
+    An abort is missed if its request has just ended or is not admitted yet.
+    """
 
     ends: Counter[str] = field(default_factory=Counter)
     answers: list[Answer] = field(default_factory=list)
@@ -51,12 +53,12 @@ class Tally:
     num_aborts_missed: int = 0
 
     def typical_s(self) -> float:
-        """How long a whole answer took of late."""
+        """Return the median duration of recent whole answers in seconds."""
         return statistics.median(self.durations_s) if self.durations_s else FIRST_TYPICAL_S
 
 
 class Load:
-    """``on_end`` is called after every request, whatever its end."""
+    """Sends requests. ``on_end`` is called after every request, however it ends."""
 
     def __init__(
         self, client: AsyncClient, freed: Freed, on_end: Callable[[Tally], None], hang_s: float
@@ -69,7 +71,7 @@ class Load:
         self._progress_at: dict[str, float] = {}
 
     async def run(self, plans: Iterator[Plan], in_flight: int, until: float) -> Tally:
-        """Ask until ``plans`` end or the monotonic time ``until``; a hang ends it too."""
+        """Send requests until ``plans`` end or the monotonic time ``until``; a hang ends it too."""
         workers = [asyncio.create_task(self._work(plans, until)) for _ in range(in_flight)]
         watchdog = asyncio.create_task(self._watch(workers))
         await asyncio.gather(*workers, return_exceptions=True)
@@ -80,7 +82,7 @@ class Load:
         return self.tally
 
     async def _watch(self, workers: list["asyncio.Task[None]"]) -> None:
-        """A stream without progress for too long is a hang: it ends the load."""
+        """End the load if a stream makes no progress for too long."""
         stuck: list[str] = []
         while not stuck:
             await asyncio.sleep(min(1.0, self._hang_s))
@@ -98,7 +100,7 @@ class Load:
             self._on_end(self.tally)
 
     async def _ask(self, plan: Plan) -> None:
-        """One request to whatever end it was planned, or came to before."""
+        """Run one request to its planned end, or to an earlier one."""
         answers = [Answer(plan, i) for i in range(plan.options.get("n", 1))]
         after_s, began_at = plan.moment * self.tally.typical_s(), time.monotonic()
         options = plan.options | {"request_id": plan.name}
@@ -145,7 +147,7 @@ class Load:
         return "failed"
 
     async def _follow(self, plan: Plan, options: dict[str, Any], answers: list[Answer]) -> str:
-        """Take in the stream; the last finish reason."""
+        """Read the stream; return the last finish reason."""
         async with aclosing(self._client.generate(plan.ids, **options)) as pieces:
             async for piece in pieces:
                 answers[piece.index].take(piece)
@@ -155,7 +157,8 @@ class Load:
 
 
 async def run_alone(client: AsyncClient, plan: Plan, changes: dict[str, Any]) -> Answer:
-    """One answer to the plan's request with some options changed, while nothing else runs."""
+    """Return one answer to the plan's request with some options changed, while nothing else
+    runs."""
     answer = Answer(plan, 0)
     async for piece in client.generate(plan.ids, **(plan.options | changes)):
         answer.take(piece)
@@ -163,7 +166,7 @@ async def run_alone(client: AsyncClient, plan: Plan, changes: dict[str, Any]) ->
 
 
 async def nothing_left(client: AsyncClient, timeout_s: float = 10.0) -> bool:
-    """Whether the nodes hold nothing of any request, at the latest after ``timeout_s``."""
+    """Return whether the nodes hold nothing of any request, waiting at most ``timeout_s``."""
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         status = await client.status()

@@ -1,12 +1,16 @@
-"""What a decode rank's memory does under thousands of mixed requests.
+"""Memory of a decode rank under thousands of mixed requests.
 
     python -m benchmarks.soak.memory                        # 5,000 requests, 48 at once
     python -m benchmarks.soak.memory --num-requests 1000
 
-Texts of 8 to 400 held-out tokens, answers of 1 to 160; greedy and sampled, rules, log
-probabilities, stop strings, n up to 3, so that many programs are made. The exit code is 1 if the
-rank has come to hold more than its pages and 100 MB beyond what it held at the start, if it went on
-growing after half of the requests, or if a request failed.
+Texts have 8 to 400 held-out tokens, answers 1 to 160. Requests are greedy or sampled, with rules,
+log probabilities, stop strings and n up to 3. These need many different programs.
+
+The exit code is 1 in any of these cases:
+
+- A request failed.
+- The rank grew by more than its pages plus 100 MB.
+- The rank continued to grow after half of the requests.
 """
 
 import argparse
@@ -34,13 +38,13 @@ from tandem.model.checkpoint.config import ModelConfig
 LEAST_PROMPT, MOST_PROMPT, MOST_TOKENS = 8, 400, 160
 MOST_GROWN_MB = 100
 MOST_LATE_MB = 16
-"""Growth after half of the requests that still counts as none."""
+"""Maximum growth in MB after half of the requests that does not count."""
 NUM_SAMPLES = 100
 
 
 @dataclass
 class Memory:
-    """Of one process, as its kernel counts it."""
+    """Memory of one process, as counted by the kernel."""
 
     pid: int
     samples_mb: list[float] = field(default_factory=list)
@@ -55,13 +59,13 @@ class Memory:
 
     @property
     def grown_late_mb(self) -> float:
-        """From the third quarter to the last, both in the middle of their ups and downs."""
+        """Median of the last quarter of the samples less the median of the third quarter."""
         half, quarter = len(self.samples_mb) // 2, max(1, len(self.samples_mb) // 4)
         return median(self.samples_mb[-quarter:]) - median(self.samples_mb[half : half + quarter])
 
 
 def pages_mb(path: Path, info: RankInfo) -> float:
-    """All pages of a rank, which take memory as they are used."""
+    """Return the size of all pages of a rank, which take memory once they are used."""
     config = ModelConfig.from_dir(path)
     num_layers = config.num_hidden_layers + config.num_nextn_predict_layers
     num_bytes = {"float32": 4, "bfloat16": 2}[info.model.dtype]
@@ -115,10 +119,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--num-requests", type=positive, default=5000, help="how many to ask [5000]")
+    add("--num-requests", type=positive, default=5000, help="number of requests [5000]")
     add("--in-flight", type=positive, default=48, help="requests at a time [48]")
-    add("--hang-s", type=float, default=120.0, help="no progress for so long is a hang [120]")
-    add("--seed", type=int, default=0, help="another one asks other things [0]")
+    add(
+        "--hang-s", type=float, default=120.0, help="seconds without progress that are a hang [120]"
+    )
+    add("--seed", type=int, default=0, help="seed of the requests [0]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     if not asyncio.run(soak(parser.parse_args())):
         raise SystemExit(1)

@@ -1,13 +1,15 @@
-"""Three times as many requests as the cluster can carry, while ranks die: what is carried still?
+"""Goodput with three times the requests that the cluster can carry, while ranks die.
 
     python -m benchmarks.soak.overload [--load 3] [--seconds 60] [--every 15]
 
-First as many clients as there are rows and some ask one after the other: that is what all ranks
-carry. Then requests come at random moments, ``--load`` times as many, and a random decode rank is
-killed every so often. Goodput is what whole answers bring, told beside what the ranks that lived
-could have carried, by the share of decode ranks that were usable. Who is refused with
-RESOURCE_EXHAUSTED was not admitted; all others have to end. The exit code is 1 if goodput is less
-than 0.8 of that, or an admitted request failed.
+First, slightly more clients than rows send one request after another. Their rate is the capacity of
+all ranks. Then requests arrive at random times at ``--load`` times that rate. A random decode rank
+is killed every ``--every`` seconds.
+
+Goodput counts the tokens of whole answers. It is compared with the capacity of the surviving ranks,
+by the share of decode ranks that were usable. A request refused with RESOURCE_EXHAUSTED was not
+admitted; all others have to finish. The exit code is 1 if goodput is less than 0.8 of that
+capacity, or if an admitted request failed.
 """
 
 import argparse
@@ -47,7 +49,7 @@ LOOK_S, LEAST = 0.05, 0.8
 
 @dataclass
 class Ends:
-    """How requests ended, the tokens of whole answers, and when each ended."""
+    """Outcomes of requests, the tokens of whole answers, and the end time of each."""
 
     num: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
@@ -56,7 +58,7 @@ class Ends:
 
 
 class Asker:
-    """Asks for one prompt after another."""
+    """Sends one prompt after another."""
 
     def __init__(self, client: AsyncClient, prompts: list[list[int]]) -> None:
         self.ends = Ends()
@@ -84,7 +86,7 @@ class Asker:
 
 
 async def carried(asker: Asker, num_clients: int, for_s: float) -> float:
-    """Tokens a second with so many clients."""
+    """Return the tokens per second with ``num_clients`` clients."""
     until = time.monotonic() + for_s
 
     async def go_on() -> None:
@@ -97,7 +99,7 @@ async def carried(asker: Asker, num_clients: int, for_s: float) -> float:
 
 
 async def share_usable(gateway: ClusterGateway, shares: list[float]) -> None:
-    """Of decode ranks, at every look."""
+    """Record the usable share of decode ranks repeatedly."""
     num = len(gateway.fleet.of_kind(DECODE))
     while True:
         usable = {decode.epoch_name for _, decode in gateway.fleet.usable_pairs()}
@@ -162,8 +164,8 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--load", type=float, default=3.0, help="times what is carried [3]")
-    add("--seconds", type=float, default=60.0, help="of the overload [60]")
+    add("--load", type=float, default=3.0, help="request rate divided by the capacity [3]")
+    add("--seconds", type=float, default=60.0, help="duration of the overload [60]")
     add("--every", type=float, default=15.0, help="seconds between kills [15]")
     add("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE", help="config key")
     result = asyncio.run(overload(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""What is asked: prompts from held-out files, settings of all kinds, and how each shall end."""
+"""Plans of requests: prompts from held-out files, options of all kinds, and planned ends."""
 
 import random
 from collections.abc import Iterator
@@ -13,12 +13,13 @@ from training.corpus import held_out_prompts
 DROP, ABORT, DEADLINE = "drop", "abort", "deadline"
 STOPS = ("\n\n", "self", "):", "return", " in ", "(", "import ", "=")
 BATCH = 256
-"""Prompts made at a time."""
+"""Prompts generated at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How many of all requests; the rest is greedy, one answer, and runs to its end."""
+    """Shares of requests with each property. Other requests are greedy, n = 1, and run to their
+    end."""
 
     cancel: float = 0.15
     deadline: float = 0.1
@@ -30,8 +31,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One request. ``ending`` is empty, DROP, ABORT or DEADLINE; it happens at ``moment``, from
-    0 (at once) to 1 (after the typical time of a whole answer)."""
+    """One request.
+
+    ``ending`` is empty, DROP, ABORT or DEADLINE. It happens at ``moment``, from 0 (at once) to 1
+    (after the typical time of a whole answer).
+    """
 
     name: str
     ids: list[int]
@@ -43,7 +47,7 @@ class Plan:
 def plans(
     seed: int, num_requests: int | None, max_prompt: int, max_tokens: int, shares: Shares
 ) -> Iterator[Plan]:
-    """The same ones for the same arguments; without end if ``num_requests`` is None."""
+    """Yield the same plans for the same arguments; endlessly if ``num_requests`` is None."""
     tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
     generator = random.Random(seed)
     num = 0
@@ -64,7 +68,8 @@ def plans(
 def _options(
     generator: random.Random, max_tokens: int, shares: Shares, vocab_size: int
 ) -> dict[str, Any]:
-    """Half greedy, half sampled; on top of it rules, stop strings, log probabilities, n."""
+    """Return options: half greedy, half sampled, plus rules, stop strings, log probabilities and
+    n."""
     chosen: dict[str, Any] = {
         "max_tokens": generator.randint(1, max_tokens),
         "max_drafts": generator.randint(0, 3),
