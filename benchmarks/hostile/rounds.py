@@ -130,7 +130,7 @@ class Rounds:
             return await measure(self._clients, self._texts, (self._server.address, self._http))
 
     async def _lives(self) -> dict[str, Any]:
-        """Return the epoch and machine of each rank's process by name."""
+        """Return each rank's epoch, the epoch of its process, and its liveness, by name."""
         status = await self._clients[0].status()
         return {rank.name: (rank.epoch, rank.born, rank.alive) for rank in status.ranks}
 

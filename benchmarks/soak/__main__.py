@@ -155,7 +155,7 @@ def arguments() -> argparse.Namespace:
     add("--minutes", type=float, default=0.0, help="duration, instead of --num-requests")
     add("--in-flight", type=positive, default=64, help="requests at a time [64]")
     add("--cancel", type=share, default=Shares().cancel, help="share dropped or aborted [0.15]")
-    add("--deadline", type=share, default=Shares().deadline, help="share with a short deadline")
+    add("--deadline", type=share, default=Shares().deadline, help="share with a deadline [0.1]")
     add("--check", type=share, default=1.0, help="share of the answers that is checked [1]")
     add("--max-prompt", type=positive, default=1500, help="tokens of the longest prompt [1500]")
     add("--max-tokens", type=positive, default=64, help="tokens of the longest answer [64]")

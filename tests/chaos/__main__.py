@@ -4,6 +4,8 @@
     python -m tests.chaos --minutes 3 --seed 7
     python -m tests.chaos --minutes 5 --controllers # tests/chaos/controllers.py
 
+Half of the time the cluster has gangs, the other half single ranks.
+
 The exit code is 1 in any of these cases:
 
 - An answer was wrong or was refused.

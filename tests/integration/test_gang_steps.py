@@ -153,8 +153,8 @@ def keys_of(programs: Programs) -> set[tuple[int, StepKey]]:
 async def test_ranks_make_programs_together_and_replay_them_all_or_none(
     small_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """NCCL's collectives in graphs require it. This holds even if a single rank's rows need an
-    eager step."""
+    """NCCL's collectives in graphs require this of all ranks, even if the rows of a single rank
+    need an eager step."""
     run, ran = Programs.run, dict[Programs, list[StepPlan]]()
     programs, close, left = list[Programs](), Collectives.close, dict[int, int]()
 

@@ -1,4 +1,4 @@
-"""Answers whose logits become NaN or infinite, through the whole path.
+"""Answers that run into NaN or infinite values, through the whole path.
 
 They end with a status and are counted. Caches keep nothing of them, and other answers are
 unaffected.

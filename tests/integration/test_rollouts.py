@@ -1,4 +1,4 @@
-"""Everything that a rollout replaces, under load and after a real Envoy: no client notices."""
+"""Everything that a rollout replaces, under load behind a real Envoy: no client notices."""
 
 import re
 import time
