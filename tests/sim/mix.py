@@ -29,8 +29,8 @@ RUSH_KINDS."""
 EDGES = 20_001
 """First seed with full gateways, every option of a request, operators and hostile clients."""
 RUSH, RUSH_S, EARLY_S, SLOW_STEP_S = 6, 0.3, 2.0, 0.1
-"""Number of clients of a rush, its duration, and its maximum lead before a fault; and a step time
-long enough that steps and faults coincide."""
+"""Clients of a rush, its duration, its maximum lead before a fault, and a step time long enough
+that steps and faults coincide."""
 SHAPES = (
     ("prefill.replicas=2", "decode.replicas=2"),
     ("prefill.replicas=2", "decode.replicas=1", "decode.dp_size=2"),
