@@ -83,8 +83,8 @@ def measure_drafts(
 
     Args:
         windows: Held-out windows [N, T + 1].
-        predict: Function of tokens [B, T]. It returns the main model's choices [B, T] and, for
-            each draft, choices [B, R], where row i of draft k is for position i + k.
+        predict: Function of tokens [B, T]. It returns the main model's choices [B, T], and
+            choices [B, R] of each draft. Row i of draft k is for position i + k.
 
     Returns:
         The share of positions at which each draft is right. The expected number of tokens per

@@ -3,9 +3,9 @@
     python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
 
 Results are kept in docs/drafters.json, cell by cell, so that an interrupted run resumes. ``--redo``
-measures some cells again. Cells are lengths, bytes, parts, speeds, beside, lossy and repeated;
-"speeds 8" stands for 8 rows alone. MEDUSA-2's checkpoint must be made before, by python -m
-training.medusa2 --out DIR. Takes hours on two cores.
+measures some cells again. Cells are lengths, bytes, parts, speeds, ``beside``, lossy and repeated;
+"speeds 8" stands for 8 rows alone. Make MEDUSA-2's checkpoint first, by
+``python -m training.medusa2 --out DIR``. Takes hours on two cores.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def changed(
     """Return the draft shape used before drafts became right, the one used long after, and the
     steps until a nearly optimal one is used.
 
-    A shape is nearly optimal if its speed is at least ALIKE of the best, by the final cost model.
+    A shape is nearly optimal if its speed is ``ALIKE`` of the best or more, by the final costs.
     """
     arm = adaptive_arm(loaded, depth, asked, num_rows)
     wrong.shift_1.fill_(1)
