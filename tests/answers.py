@@ -1,7 +1,8 @@
 """Check whole answers against transformers' logits and the tokenizers library.
 
 The oracle shares no code with the parts of Tandem that choose, cut and count tokens. The one
-exception is the noise that a seed stands for (``gumbel``), which tests/unit/test_sampling.py pins.
+exception is the noise derived from a seed (``gumbel``), which tests/unit/test_sampling.py pins.
+
 Shape legend: T tokens of an answer, V vocabulary, K most likely tokens.
 """
 
@@ -42,7 +43,7 @@ UNFINISHED = "\ufffd"
 
 @dataclass(frozen=True)
 class Answered:
-    """One received answer. ``cuts`` are the number of tokens and the text after each piece."""
+    """One received answer. ``cuts`` holds the number of tokens and the text after each piece."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -115,7 +116,8 @@ class Reference:
         return {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos_ids)}
 
     def _check_end(self, request: Request, answer: Answered) -> None:
-        """The earliest of: a stop token, a stop string, ``max_tokens``, the end of the context."""
+        """Check that the answer ends at the earliest of the four possible ends: a stop token, a
+        stop string, ``max_tokens``, the end of the context."""
         sampling, output = request.sampling, [*request.output_ids, *answer.token_ids]
         room = self._max_model_len - len(request.prompt_ids)
         stops = self._stops(sampling)
@@ -132,7 +134,8 @@ class Reference:
             assert answer.text == text, (request, answer)
 
     def _text(self, output: list[int], sampling: SamplingParams) -> tuple[str, int | None]:
-        """The text, and how many tokens complete the first stop string, if one does."""
+        """Return the text, and how many tokens complete the first stop string (None: no stop
+        string)."""
         stops, old = self._stops(sampling), ""
         for num, token in enumerate(output, start=1):
             if token in stops:
@@ -164,7 +167,7 @@ class Reference:
     def _adjusted(
         self, logits_V: Tensor, prompt: list[int], output: list[int], s: SamplingParams
     ) -> Tensor:
-        """Logits after bias, penalties and ``min_tokens``, token by token."""
+        """Return the logits after bias, penalties and ``min_tokens``, computed token by token."""
         logits_V = logits_V.clone()
         for item in s.logit_bias:
             logits_V[item.token_id] += item.bias
@@ -191,8 +194,8 @@ class Reference:
 
 
 def may_choose(token: int, adjusted_V: Tensor, index: int, request: Request) -> bool:
-    """Whether the request chooses the token at this index of its answer, or ties with it. Kinds of
-    acceptance other than strict may take any token that has a probability."""
+    """Whether the request may choose this token at this index of its answer; ties count. Kinds of
+    acceptance other than strict may take any token whose probability is above 0."""
     sampling, is_strict = request.sampling, request.speculation.acceptance == STRICT
     if sampling.temperature == 0:
         best = float(adjusted_V.max()) - MARGIN if is_strict else -math.inf
@@ -208,8 +211,8 @@ def may_choose(token: int, adjusted_V: Tensor, index: int, request: Request) -> 
 
 
 def filtered(log_p_V: Tensor, s: SamplingParams, slack: float) -> Tensor:
-    """The tokens that top-k, top-p and min-p leave, as a mask; those whose probability is within
-    ``slack`` of an edge are in it if that is positive, and out of it if that is negative."""
+    """Return a mask of the tokens that top-k, top-p and min-p keep. A positive ``slack`` also keeps
+    tokens whose probability is within ``slack`` of an edge; a negative one drops them."""
     p_V, order_V = log_p_V.exp().sort(descending=True, stable=True)
     rank_V = torch.arange(len(p_V))
     top_k = s.top_k or len(p_V)
@@ -226,7 +229,7 @@ def filtered(log_p_V: Tensor, s: SamplingParams, slack: float) -> Tensor:
 
 
 class AnyRequests:
-    """Random requests over everything that a request can say, at the edges of the bounds.
+    """Random requests that use every request option, with values at the edges of their bounds.
 
     ``strict`` leaves the lossy kinds of acceptance out.
     """
@@ -241,7 +244,8 @@ class AnyRequests:
         self._num_made = 0
 
     def make(self) -> Request:
-        """Return another request; its prompt may be, or begin, an earlier one."""
+        """Return a new random request. Its prompt may equal an earlier one or be a prefix of
+        one."""
         draw = self._draw
         self._num_made += 1
         sampling = SamplingParams(**self._sampling())
@@ -252,7 +256,8 @@ class AnyRequests:
         return Request(name, self._prompt(), (), sampling, speculation)
 
     def resumed(self, request: Request, answer: Answered) -> tuple[Request, str]:
-        """Return the request as a client resumes it after one of the pieces, and its text."""
+        """Return the request that a client sends to resume after a random piece, and the text until
+        then."""
         num, text = self._draw.choice(answer.cuts)
         seed = answer.finished.seed
         sampling = replace(request.sampling, n=1, seed=seed)

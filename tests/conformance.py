@@ -1,4 +1,4 @@
-"""What every drafter has to do, whatever it drafts: a new one is a line of DRAFTERS."""
+"""Rules that every drafter has to meet. To test a new drafter, add an entry to DRAFTERS."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,15 +59,16 @@ DRAFTERS: dict[str, tuple[str, ...]] = {
         *("speculation.max_tree_nodes=8", "speculation.drafter_timeout_s=5"),
     ),
 }
-"""What asks for each, of the shipped checkpoint. Classes get time: a busy machine is no failure."""
+"""Config options that select each drafter on the shipped checkpoint. User-defined classes get a
+long timeout, so that a busy machine does not make them fail."""
 _BLIND = "ngram", "pool", "class", "draft_model", "self"
 HIDDEN = tuple(name for name in DRAFTERS if name.split()[0] not in _BLIND)
-"""Those that read hidden states, which may not have been shipped."""
+"""Drafters that read hidden states, which may not have been shipped."""
 
 
 WITHOUT_TREES = "eagle", "eagle3", "medusa", "draft_model", "class", "pool"
-"""Those whose "tree" drafts by the same code and more, and "pool", which is "ngram" beside others.
-"""
+"""Drafters that need no test of their own. Each "tree" variant runs the same code and more. "pool"
+is "ngram" plus the n-grams of other requests."""
 
 
 def depth_of(name: str) -> int:
@@ -75,12 +76,12 @@ def depth_of(name: str) -> int:
 
 
 def loaded_with(name: str, dtype: str, path: Path = TINY_MODEL) -> LoadedModel:
-    """Native kernels: without them answers may differ where two tokens are nearly as good."""
+    """Load with the native kernels: other kernels may choose differently between near-ties."""
     return load(path, "model.kernels=native", f"model.dtype={dtype}", *DRAFTERS[name])
 
 
 def loaded_head(kind: str, folder: Path) -> LoadedModel:
-    """Of EAGLE, for the shipped checkpoint, in fp32."""
+    """Load the shipped checkpoint in fp32 with an EAGLE head from ``folder``."""
     name = "eagle3" if kind == "eagle3" else "eagle"
     asked = f"speculation.drafter={name}", f"speculation.draft_model_path={folder}"
     return load(TINY_MODEL, "model.kernels=native", *asked)
@@ -91,8 +92,8 @@ def texts(num: int, *, least: int = 16, most: int = 64, seed: int = 3) -> list[l
 
 
 def mixed(prompts: Sequence[list[int]], num_tokens: int) -> list[Request]:
-    """Requests that ask for everything that leaves an answer a function of the request, in turns:
-    greedy, sampled, filtered, with penalties, biases, log probabilities, bounds on drafts."""
+    """Return requests that take turns over every option that keeps an answer a function of the
+    request: greedy, sampled, filtered, penalties, biases, log probabilities, bounds on drafts."""
     plain = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     hot = replace(plain, temperature=0.8)
     kinds = [
@@ -118,9 +119,12 @@ Answer = list[tuple[int, TokenLogprobs | None]]
 
 
 def told(bench: Bench, asked: list[Request], spare: int | None = None) -> list[Answer]:
-    """Each answer: its tokens, and their log probabilities where these were asked for, but for the
-    first. Those that are preempted, as few pages are ``spare`` once all have begun, are asked for
-    again from where they were, one by one."""
+    """Return the tokens of each answer with the requested log probabilities, except for the first
+    token.
+
+    If only ``spare`` pages are left once all requests have started, some are preempted. Those are
+    resumed one by one from where they stopped.
+    """
     answers: dict[str, Answer] = {request.request_id: [] for request in asked}
     left = [asked]
     while left:
@@ -150,7 +154,8 @@ def tokens_of(answers: list[Answer]) -> list[list[int]]:
 
 
 def bench_of(loaded: LoadedModel, name: str, level: int | None = None, **more: object) -> Bench:
-    """Whose steps all draft at that level, None for the highest that rows want."""
+    """Return a bench whose steps all draft at ``level`` (None: the highest level that rows
+    allow)."""
     held = None if level is None else Held(level)
     depth = depth_of(name)
     return Bench(loaded, num_drafts=depth, length=held, max_rows=8, **more)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Files of tests run beside each other: one thread each, or they get in each other's way."""
+"""Fixtures of all tests, and one thread for each process when files run in parallel."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# Ray would start a cluster in the test's own process where nobody has joined one.
+# Otherwise Ray would start a cluster inside the test process if no driver has joined one.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,7 +21,8 @@ def _same_random_numbers() -> None:
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """See tests.small, which takes seconds to import."""
+    """Write the checkpoint of tests.small, which is imported here because its import takes
+    seconds."""
     from tests.small import write_small
 
     folder = tmp_path_factory.mktemp("small")

@@ -1,8 +1,8 @@
-"""What the program of a decode step calls, allocates and copies, written down.
+"""Record what the program of a decode step calls, allocates and copies.
 
     python -m tests.counted --write
 
-A change of shape leaves every figure as it is (tests/data/step_counts.json).
+A refactoring leaves every figure in tests/data/step_counts.json as it is.
 """
 
 import json
@@ -29,15 +29,15 @@ COPIES = (
     *("_to_copy", "cat", "clone", "constant_pad_nd", "contiguous", "flatten", "gather", "index"),
     *("index_select", "pad", "scatter", "stack", "to", "where"),
 )
-"""Operators that give values another place, where what they give is not a view."""
+"""Operators that copy values, counted only if their output is not a view."""
 WRITES = "copy_", "index_copy_", "index_put_"
-"""Those that put their last tensor into another."""
+"""Operators that write their last tensor argument into another tensor."""
 KINDS = "greedy", "top-p", "log probabilities", "rejection"
 NUM_ROWS, LENGTH = 4, 70
 
 
 class Counts(TorchDispatchMode):
-    """Operators called, tensors allocated, bytes that these hold, and bytes copied."""
+    """Counts of called operators, allocated tensors and their bytes, and copied bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,8 @@ def asked(kind: str, name: str, prompt: list[int]) -> Request:
 def step_of(
     num_rows: int, num_drafts: int, length: int, kind: str = "greedy"
 ) -> tuple[Counts, Recorded]:
-    """Of the shipped checkpoint: as it is called in Python, and its recording."""
+    """Run a step of the shipped checkpoint. Return the counts of its Python calls, and its
+    recording."""
     loaded = load(TINY_MODEL, f"speculation.max_depth={num_drafts}", "model.kernels=native")
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=num_rows, page_size=64, num_pages=100)
     for i in range(num_rows):
@@ -113,7 +114,7 @@ def figures(kind: str, num_drafts: int) -> dict[str, Any]:
 
 
 def all_figures() -> dict[str, dict[str, Any]]:
-    """By kind of rows and number of drafts."""
+    """Return the figures by kind of rows and number of drafts."""
     return {
         f"{kind}, {num_drafts} drafts": figures(kind, num_drafts)
         for kind in KINDS

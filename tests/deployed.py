@@ -1,4 +1,4 @@
-"""An overlay of deploy/ as what it makes of a cluster: its manifests, and the config it serves."""
+"""An overlay of deploy/ as a cluster sees it: its manifests, and the config that it serves."""
 
 import math
 import re
@@ -21,15 +21,15 @@ class Deployed:
     gateway: Manifest
     service: Manifest
     config_map: Manifest
-    """The gateway's."""
+    """The gateway's ConfigMap."""
     others: dict[str, dict[str, str]]
-    """What the other ConfigMaps hold, by their names."""
+    """Data of the other ConfigMaps, by name."""
     policies: tuple[Manifest, ...]
     budgets: tuple[Manifest, ...]
 
     @property
     def groups(self) -> dict[str, Manifest]:
-        """The worker groups by name."""
+        """Worker groups by name."""
         groups = self.cluster["spec"]["workerGroupSpecs"]
         assert len({group["groupName"] for group in groups}) == len(groups)
         return {group["groupName"]: group for group in groups}
@@ -48,7 +48,7 @@ class Deployed:
         return [*self.ray_pods, self.gateway_pod]
 
     def labels(self) -> list[dict[str, str]]:
-        """Of each of ``pods``, with those that the operator gives."""
+        """Return the labels of each of ``pods``, including those that the operator adds."""
         cluster = self.cluster["metadata"]["name"]
         groups = [self.cluster["spec"]["headGroupSpec"], *self.groups.values()]
         found = []
@@ -59,7 +59,8 @@ class Deployed:
 
     @property
     def config(self) -> TandemConfig:
-        """What the gateway loads, by its arguments, from the volume that is mounted there."""
+        """The config that the gateway loads, according to its arguments, from the mounted
+        volume."""
         options = [
             arg.removeprefix("--").partition("=") for arg in container(self.gateway_pod)["args"]
         ]
@@ -72,7 +73,8 @@ class Deployed:
 
 
 def deployed(folder: str, *components: str) -> Deployed:
-    """What ``kubectl apply -k deploy/FOLDER`` makes, with these components in it."""
+    """Return the manifests that ``kubectl apply -k deploy/FOLDER`` would apply, with these
+    components."""
     by_kind = defaultdict[str, list[Manifest]](list)
     for manifest in render(DEPLOY / folder, *(DEPLOY / "components" / one for one in components)):
         by_kind[manifest["kind"]].append(manifest)
@@ -85,7 +87,7 @@ def deployed(folder: str, *components: str) -> Deployed:
 
 
 def load_text(text: str, sets: list[str]) -> TandemConfig:
-    """The config as ``tandem serve`` reads it."""
+    """Load the config in the same way as ``tandem serve``."""
     with TemporaryDirectory() as folder:
         path = Path(folder, "tandem.yaml")
         path.write_text(text)
@@ -106,14 +108,15 @@ def volumes(pod: Manifest) -> dict[str, Manifest]:
 
 
 def amount(quantity: str) -> float:
-    """A quantity of Kubernetes, such as 500m or 4Gi, as a number."""
+    """Convert a Kubernetes quantity, such as 500m or 4Gi, to a number."""
     match = re.fullmatch(r"([0-9.]+)([A-Za-z]*)", quantity)
     assert match, quantity
     return float(match[1]) * UNITS[match[2]]
 
 
 def ray_resources(group: Manifest) -> dict[str, int]:
-    """What a pod of the group offers to Ray: the operator reads it off the limits."""
+    """Return the resources that a pod of the group offers to Ray; the operator derives them from
+    limits."""
     limits = container(group["template"]["spec"])["resources"]["limits"]
     params = group["rayStartParams"]
     cpus = params.get("num-cpus", math.ceil(amount(limits["cpu"])))
@@ -122,6 +125,6 @@ def ray_resources(group: Manifest) -> dict[str, int]:
 
 
 def ranks_per_pod(group: Manifest, resources: Mapping[str, float]) -> int:
-    """How many ranks that take ``resources`` Ray would place on one pod of the group."""
+    """Return how many ranks that need ``resources`` Ray would place on one pod of the group."""
     offered = ray_resources(group)
     return min(int(offered[name] // needed) for name, needed in resources.items())

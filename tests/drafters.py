@@ -1,4 +1,4 @@
-"""Drafters of tests, as anybody may write them: ``speculation.drafter=tests.drafters:Again``."""
+"""User-defined drafters for tests, loaded by ``speculation.drafter=tests.drafters:Again``."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from tandem.model.network.cache import Caches
 
 
 class FedMtp(MtpDrafter):
-    """MTP, called between programs."""
+    """The MTP drafter, called on the host between programs."""
 
     runs_on_host = True
 
 
 class Again(NoDrafter):
-    """The last token again, as often as is asked for."""
+    """Drafts the last token again, up to the requested number of drafts."""
 
     name = "again"
 
@@ -42,7 +42,7 @@ class Again(NoDrafter):
 
 
 class Failing(Again):
-    """Python, which raises in its seventh call with a real row."""
+    """Raises in its seventh call with a real row."""
 
     name, runs_on_host = "failing", True
 
@@ -59,6 +59,6 @@ class Failing(Again):
 
 
 def _half(tokens_BN: Tensor) -> Tensor:
-    """Rows in turns have all drafts, or one less."""
+    """Return the number of drafts for each row: all in even rows, one fewer in odd rows."""
     num_rows, num_drafts = tokens_BN.shape
     return num_drafts - torch.arange(num_rows) % 2

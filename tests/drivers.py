@@ -1,4 +1,4 @@
-"""Scripts that join a Ray as drivers of their own."""
+"""Scripts that join a running Ray cluster as separate drivers."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ async def main():
 
 asyncio.run(main())
 """
-"""Ray tells every driver of a trouble."""
+"""Publishes an error through Ray, which forwards it to every driver."""
 
 MEMBERS = """
 import asyncio, os, signal, sys
@@ -84,7 +84,8 @@ async def main():
 
 asyncio.run(main())
 """
-"""What is left of the rooms of three gangs, of which one is in its second life and one ends."""
+"""Creates placement groups for three gangs, removes stale ones and prints those that remain. One
+gang is in its second epoch, and one ends."""
 
 LEFT = """
 import asyncio, json, sys
@@ -108,7 +109,7 @@ def left_in(head: RayHead) -> dict[str, list[str]]:
 
 
 def script(head: RayHead, text: str, *args: str) -> list[str]:
-    """The lines that a driver of its own prints."""
+    """Run a script as a separate driver and return the lines that it prints."""
     command = [sys.executable, "-c", text, head.address, *args]
     ran = subprocess.run(command, env=head.env, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stderr

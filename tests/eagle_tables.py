@@ -1,10 +1,10 @@
-"""Makes tests/data/eagle*.safetensors: what the authors' own code computes of random heads.
+"""Compute tests/data/eagle*.safetensors with the authors' own code, for random heads.
 
     python -m tests.eagle_tables WHEELS
 
-WHEELS is a folder with eagle_llm-1.2.1, specforge-0.2.0 and speculators-0.9.0 unpacked, as
-``pip download --no-deps`` and ``unzip`` give them. Their requirements clash with ours and with one
-another's, so single files of them are read, and what these import besides is left out.
+WHEELS is a folder with eagle_llm-1.2.1, specforge-0.2.0 and speculators-0.9.0 unpacked, as written
+by ``pip download --no-deps`` and ``unzip``. Their requirements conflict with ours and with each
+other. So single files are read, and their other imports are stubbed.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
 
 
 def inputs(num_features: int) -> tuple[Tensor, Tensor]:
-    """Tokens [1, T + steps] and features [1, T, F]."""
+    """Return token ids [1, T + steps] and features [1, T, F]."""
     generator = torch.Generator().manual_seed(77)
     ids = torch.randint(5, 90, (1, NUM_ROWS + NUM_STEPS), generator=generator)
     return ids, torch.randn(1, NUM_ROWS, num_features, generator=generator)
@@ -76,8 +76,8 @@ def causal(num: int) -> Tensor:
 
 @torch.no_grad()
 def eagle_1(wheels: Path) -> dict[str, Tensor]:
-    """eagle-llm 1.2.1: a pass over T rows, then one row more that is fed with the output of the
-    last, by its cache. It has a key-value head per head."""
+    """Run eagle-llm 1.2.1: one pass over T rows, then single rows from its cache. Each is fed with
+    the output of the row before. The head has one key-value head per attention head."""
     stub("eagle.model.utils_c")
     folder = wheels / "eagle_llm" / "eagle" / "model"
     source = (folder / "cnets.py").read_text(encoding="utf-8")
@@ -108,7 +108,7 @@ def eagle_1(wheels: Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def eagle_3(wheels: Path, **more: Any) -> dict[str, Tensor]:
-    """specforge 0.2.0: the first and later steps of the training-time test."""
+    """Run specforge 0.2.0: the first and the later steps of its training-time test."""
     stub(
         "specforge.modeling.draft.flex_attention",
         **dict.fromkeys(
@@ -150,8 +150,12 @@ def eagle_3(wheels: Path, **more: Any) -> dict[str, Tensor]:
 
 
 def losses(wheels: Path) -> dict[str, Tensor]:
-    """specforge 0.2.0's of a step of EAGLE-3 and eagle-llm 1.2.1's of EAGLE-1, of the same tensors:
-    said [1, T, V], features [1, T, D], and what they ought to be."""
+    """Compute specforge 0.2.0's EAGLE-3 loss and eagle-llm 1.2.1's EAGLE-1 loss of the same
+    tensors.
+
+    The tensors are predicted logits ("said" [1, T, V]), predicted features ("made" [1, T, D]), and
+    their targets ("truth" and "wanted").
+    """
     generator = torch.Generator().manual_seed(8)
     said, truth, head = (
         torch.randn(1, 20, 40, generator=generator) * 2,

@@ -1,5 +1,5 @@
-"""Heads of EAGLE for tests: those of tests/data/eagle*.safetensors as folders, and random ones over
-latents, for checkpoints of benchmarks.harness.tiny."""
+"""EAGLE heads for tests: those of tests/data/eagle*.safetensors written as folders, and random
+heads over MLA latents, for checkpoints of benchmarks.harness.tiny."""
 
 import json
 from pathlib import Path
@@ -27,13 +27,13 @@ SAID = {
 
 
 def told(kind: str) -> dict[str, Tensor]:
-    """What the authors' code made of what."""
+    """Return the inputs and outputs that tests/eagle_tables.py recorded from the authors' code."""
     tensors = load_file(DATA / f"{kind}.safetensors")
     return {name[5:]: one for name, one in tensors.items() if name.startswith("told.")}
 
 
 def head_rounding(wanted: Tensor) -> float:
-    """Bound the error of what such a head computes over its own outputs."""
+    """Return the error bound of a head that is run repeatedly over its own outputs."""
     size = float(wanted.abs().max())
     return network_rounding(NUM_STEPS, SIZES["hidden_size"], size, growth=2)
 
@@ -44,8 +44,8 @@ def head_tensors(kind: str) -> dict[str, Tensor]:
 
 
 def write_head(folder: Path, kind: str, file: str = "model.safetensors", **changed: Any) -> Path:
-    """As its authors publish it, but for what is ``changed``: tensors (None: left out), or keys of
-    config.json."""
+    """Write a head folder in the format that its authors publish. ``changed`` replaces ``tensors``
+    (None leaves one out) or keys of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = head_tensors(kind)
     for name, value in changed.pop("tensors", {}).items():
@@ -62,7 +62,7 @@ def write_head(folder: Path, kind: str, file: str = "model.safetensors", **chang
 
 
 def over_latents(kind: str) -> dict[str, Tensor | None]:
-    """Tensors of a head whose attention is MLA, in place of llama's."""
+    """Return the tensors of a head that has MLA in place of Llama's attention."""
     generator = torch.Generator().manual_seed(12)
     dim_in, prefix = {"eagle1": (48, "layers.0."), "eagle3": (96, "midlayer.")}[kind]
     shapes = {

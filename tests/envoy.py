@@ -1,4 +1,4 @@
-"""A real Envoy in front of gateways, as an ingress has it: health checks and turns."""
+"""A real Envoy in front of gateways, configured as an ingress: health checks and round robin."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _CHECK = {
 
 
 def begin_envoy(pod: Pod, gateways: Sequence[Pod]) -> None:
-    """On gRPC's port, for those of ``gateways`` that are ready."""
+    """Start Envoy on the gRPC port, in front of those of ``gateways`` that are ready."""
     path = pod.home / "envoy.json"
     path.write_text(json.dumps(_config([one.address for one in gateways])))
     command = ("envoy", "--config-path", str(path), "--concurrency", "1", "--log-level", "warn")
@@ -50,7 +50,7 @@ def _config(addresses: Sequence[str]) -> dict[str, Any]:
         "connect_timeout": "2s",
         "typed_extension_protocol_options": _HTTP2,
         "health_checks": [_CHECK],
-        # With nobody ready it would send to all of them.
+        # Without this, Envoy sends to all endpoints when none is healthy.
         "common_lb_config": {"healthy_panic_threshold": {"value": 0}},
         "load_assignment": {"cluster_name": "gateways", "endpoints": [{"lb_endpoints": checked}]},
     }

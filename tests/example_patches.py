@@ -1,8 +1,8 @@
-"""Patches in tests/extension_examples/ that each add a part to Tandem: a line that registers it,
-and a new file, or none.
+"""Apply the patches in tests/extension_examples/, each of which adds a part to Tandem.
 
-Tests apply them to a copy of the tree and use the part there, so that what docs/structure.md says
-of where a part goes stays true. Nothing is planted in the tree itself.
+A patch adds a line that registers the part, and at most one new file. Tests apply each patch to a
+copy of the tree and use the part there. So what docs/structure.md says about where a part goes
+stays true. The tree itself is never changed.
 """
 
 import os
@@ -18,12 +18,13 @@ from tests.sizes import PRODUCT, ROOT
 
 PATCHES = Path(__file__).with_name("extension_examples")
 NEEDED = (*PRODUCT, "tests")
-"""Folders that a part is tried with; checkpoints are read where they are."""
+"""Folders that a copy needs; checkpoints are read from the original tree."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What a patch does: the files that it creates, the lines added to and taken from others."""
+    """Effect of a patch: the files that it creates, and the lines added to and removed from
+    others."""
 
     created: tuple[str, ...]
     num_added: int
@@ -31,8 +32,11 @@ class Counted:
 
 
 def plant(name: str, tree: Path, folders: Sequence[str] = NEEDED) -> Counted:
-    """Copy ``folders`` into ``tree`` and apply the patch of that name. Raises ValueError if it does
-    not apply any more, or costs more than one new file and one line."""
+    """Copy ``folders`` into ``tree`` and apply the patch ``name``.
+
+    Raises:
+        ValueError: The patch no longer applies, or needs more than one new file and one line.
+    """
     for folder in folders:
         shutil.copytree(ROOT / folder, tree / folder, symlinks=True)
     counted = apply(PATCHES / f"{name}.patch", tree)
@@ -42,7 +46,7 @@ def plant(name: str, tree: Path, folders: Sequence[str] = NEEDED) -> Counted:
 
 
 def apply(patch: Path, tree: Path) -> Counted:
-    """Raises ValueError if it cannot be applied."""
+    """Apply a patch and count its changes. Raises ValueError if it does not apply."""
     summary = [line.split() for line in _git_apply(patch, tree, "--summary").splitlines()]
     created = tuple(words[-1] for words in summary if words[0] == "create")
     changed = [line.split("\t") for line in _git_apply(patch, tree, "--numstat").splitlines()]
@@ -54,8 +58,8 @@ def apply(patch: Path, tree: Path) -> Counted:
 
 
 def run(tree: Path, module: str, *args: str) -> str:
-    """What ``python -m module`` prints in ``tree``, with the tree's own modules. Raises
-    AssertionError with it if it fails."""
+    """Run ``python -m module`` in ``tree`` with the tree's own modules and return its output.
+    Raises AssertionError with the output if it fails."""
     env = os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", module, *args]
     ran = subprocess.run(
@@ -66,7 +70,7 @@ def run(tree: Path, module: str, *args: str) -> str:
 
 
 def _git_apply(patch: Path, tree: Path, *options: str) -> str:
-    """In ``tree`` alone, also where a folder above it is a repository."""
+    """Run ``git apply`` in ``tree``, also if a parent folder is a repository."""
     env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tree.parent)}
     command = ["git", "apply", *options, str(patch)]
     ran = subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""A backend whose every call can fail or hang, over the real gloo: what NCCL may do to us."""
+"""A gloo backend in which every call can fail or hang, to imitate faults of NCCL."""
 
 import threading
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from tandem.kv_transfer.gloo import GlooBackend
 from tandem.net.groups import store_client
 
 WARM = 2
-"""Transfers of a channel's set-up: faults of transfers begin after them unless asked for."""
+"""Transfers that set a channel up. By default, faults of transfers start after them."""
 ENDINGS = ("wait", "abort", "destroy")
 """Calls without which a transfer does not end."""
 
@@ -22,7 +22,7 @@ ENDINGS = ("wait", "abort", "destroy")
 class Fault:
     """Makes one kind of call fail or hang, from transfer ``after`` on, until `over`.
 
-    What hangs is let go by `over`; posted work also by its wire's abort, as NCCL's is.
+    `over` releases calls that hang. Aborting the wire also releases posted work, as with NCCL.
     """
 
     call: str = ""
@@ -48,7 +48,7 @@ class Fault:
 
 
 class FaultyBackend(GlooBackend):
-    """The real gloo, but for its fault."""
+    """The gloo backend with a configurable fault."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         super().__init__(host, timeout_s)
@@ -75,7 +75,7 @@ class FaultyWire:
         return self._transport.post(direction, tensor, transfer_id)
 
     def _is_stuck(self) -> bool:
-        """What is behind a transfer that does not end never begins."""
+        """Whether posted work never starts because a transfer before it does not end."""
         fault = self._fault
         is_late = fault.call in ENDINGS and self._num_posted > max(fault.after, WARM) + 1
         return is_late and not fault.let_go.is_set()
@@ -86,7 +86,7 @@ class FaultyWire:
             raise RuntimeError("it has never begun")
         if self._num_posted > fault.after and not fault.let_go.is_set():
             fault.meet("wait", self._aborted)
-            if fault.call == "abort":  # comes to nothing without a transfer to abort
+            if fault.call == "abort":  # abort hangs only if there is a transfer to abort
                 self._aborted.wait()
             if fault.call in ("abort", "destroy"):
                 raise RuntimeError("the peer is gone")
@@ -105,7 +105,8 @@ class FaultyWire:
 
 
 def watched(channel: Channel) -> list[Any]:
-    """What the channel has begun to wait for, from now on."""
+    """Return a list to which the channel's transfers are appended when it starts to wait for
+    them."""
     begun: list[Any] = []
     wait = channel._transport.wait
 
@@ -118,7 +119,8 @@ def watched(channel: Channel) -> list[Any]:
 
 
 class FaultyChannels(ChannelFactory):
-    """``fault`` can be exchanged at any time; also the store's client can fail or hang."""
+    """Channels with a fault. ``fault`` can be replaced at any time; the store's client can fail
+    too."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.faulty = FaultyBackend(host, timeout_s)
@@ -130,10 +132,10 @@ class FaultyChannels(ChannelFactory):
 
 
 _opening = threading.local()
-"""Of a thread that makes a channel: the fault that its store's client meets."""
+"""Per thread: the fault that the store's client meets while the thread makes a channel."""
 
 
 def faulty_client(*given: Any) -> dist.Store:
-    """In place of kv_transfer/channel.py's own."""
+    """Replace ``store_client`` of kv_transfer/channel.py by one that can fail."""
     _opening.fault.meet("store")
     return store_client(*given)

@@ -1,4 +1,4 @@
-"""Processes that begin as forks of one that has imported PyTorch and the hand-over."""
+"""Processes forked from a server process that has imported PyTorch and the KV hand-over."""
 
 import multiprocessing
 from multiprocessing.context import ForkServerContext
@@ -7,8 +7,8 @@ IMPORTED = ["torch", "tests.integration.handover_peer", "tests.faulty"]
 
 
 def forks() -> ForkServerContext:
-    """Return a context of multiprocessing. The process that it forks has no threads and nothing of
-    this one's: it was started apart, when first needed."""
+    """Return a multiprocessing context. Its fork server is started when first needed, as a process
+    without threads that shares no state with this one."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context

@@ -1,4 +1,4 @@
-"""Messages that a careless or hostile client might send, drawn from a seeded source."""
+"""Malformed and hostile client messages, drawn from a seeded source."""
 
 import math
 from random import Random
@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from tandem.cluster.proto import tandem_pb2 as pb
 
 NAMES = ("a", "b", "c", "d")
-"""Of requests: few, so that they meet."""
+"""Request ids; few, so that requests collide."""
 TEXTS = (
     "",
     "a",
@@ -41,7 +41,7 @@ _VALUES: dict[int, tuple[Any, ...]] = {
 
 
 def ordinary(random: Random) -> pb.GenerateRequest:
-    """What can be answered, shortly."""
+    """Return a random request that can be answered quickly."""
     message = pb.GenerateRequest(sampling=pb.Sampling(max_tokens=random.randint(1, 6)))
     message.sampling.n = random.choice((0, 0, 0, 2))
     message.sampling.temperature = random.choice((0.0, 0.0, 0.8))
@@ -59,7 +59,7 @@ def ordinary(random: Random) -> pb.GenerateRequest:
 
 
 def wild(random: Random) -> pb.GenerateRequest:
-    """An ordinary one, of which a few fields have any value that their type can hold."""
+    """Return an ordinary request in which a few fields hold any value that their type allows."""
     message = ordinary(random)
     for _ in range(random.randint(1, 3)):
         part: Message = random.choice((message, message.sampling, message.speculation))
@@ -87,7 +87,7 @@ def _set(random: Random, part: Message, field: FieldDescriptor) -> None:
 
 
 def mutated(random: Random, data: bytes) -> bytes:
-    """Some bytes changed, lost, put in or said twice."""
+    """Change, drop, insert or repeat some of the bytes."""
     out = bytearray(data)
     for _ in range(random.randint(1, 6)):
         at = random.randint(0, len(out))

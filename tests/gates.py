@@ -1,4 +1,5 @@
-"""Holds a cluster's parts in the middle of their work, so that a test can say what comes next."""
+"""Hold a cluster's engines in the middle of their work, so that a test decides what happens
+next."""
 
 import threading
 from collections import Counter
@@ -15,7 +16,7 @@ from tests.rig import Rig
 
 
 class Gate:
-    """An engine that makes only the steps it is given, until ``open``."""
+    """Holds an engine: it makes only the steps that are given, until ``open`` is called."""
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         self.num_given = 0
@@ -42,11 +43,11 @@ class Gate:
 
     @property
     def is_asked(self) -> bool:
-        """Whether somebody waits for the held step to end."""
+        """Whether a call waits for the held step to end."""
         return self.is_held and bool(self._rank.loop._posts)
 
     def answer(self) -> None:
-        """Give a step if somebody waits for the held one to end."""
+        """Give a step if a call waits for the held one to end."""
         if self.is_asked:
             self.give()
 
@@ -63,12 +64,13 @@ class Gate:
 
 
 def are_active(rank: DecodeRank, num: int) -> bool:
-    """Whether so many sequences decode there."""
+    """Whether exactly ``num`` sequences decode on the rank."""
     return len(rank.engine.scheduler.running) == num
 
 
 def begin_together(rank: DecodeRank, num: int) -> None:
-    """No sequence decodes there until so many of them can: then they all do from the same step."""
+    """Hold the rank until ``num`` sequences can decode, so that all of them start in the same
+    step."""
     has_work, begun = rank.engine.has_work, list[bool]()
 
     def has_all() -> bool:
@@ -80,10 +82,12 @@ def begin_together(rank: DecodeRank, num: int) -> None:
 
 
 class Wire:
-    """A node's control as Ray has it: a call runs to its end, whether its caller waits or not.
+    """A node's control interface with Ray's behaviour: a call completes even if its caller is
+    cancelled.
 
-    ``refused`` lists methods and the kinds of failure they were answered with, ``told`` counts
-    calls.
+    Attributes:
+        refused: Methods that failed, each with the kind of failure.
+        ``told``: Number of calls by method.
     """
 
     def __init__(self, control: Control) -> None:
@@ -103,7 +107,7 @@ class Wire:
 
 @asynccontextmanager
 async def gated(cluster: Rig) -> AsyncIterator[tuple[Gate, Gate, Wire, Wire]]:
-    """Gates and wires of the prefill and the decode node of a cluster of one each."""
+    """Gate the only prefill node and the only decode node of a cluster, and count their calls."""
     [prefill], [decode] = cluster.prefills, cluster.decodes
     [prefill_handle] = cluster.gateway.fleet.of_kind("prefill")
     [decode_handle] = cluster.gateway.fleet.of_kind("decode")

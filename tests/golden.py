@@ -1,10 +1,10 @@
-"""Scripted loads through the decode engine, and what was planned and told at each step of them.
+"""Run scripted loads through the decode engine and record the plan and the output of each step.
 
     python -m tests.golden --write
 
-What a step costs is scripted too, so that plans by load are the same on every machine. A change of
-shape leaves every line as it is (tests/data/golden, one file a load); a change of behaviour says in
-its commit which lines it changed and why.
+Step costs are scripted too, so that plans that depend on the load are the same on every machine. A
+refactoring leaves every line of tests/data/golden as it is (one file for each load). A change of
+behaviour names the lines that it changed, and the reason, in its commit.
 """
 
 import random
@@ -52,7 +52,8 @@ def load_of(run: Callable[["Load"], None]) -> Callable[["Load"], None]:
 
 
 class Load:
-    """Writes down a line a step: its key, or "-" where none was launched, and what was told."""
+    """Writes one line for each step: its key ("-" if no step was launched), and the emitted
+    tokens."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self.loaded = loaded
@@ -92,7 +93,7 @@ class Load:
             self.lines.append(" | ".join((*(plans or ["no plan"]), *told)))
 
     def finish(self) -> None:
-        """All that is left, and nothing stays taken."""
+        """Run until no work is left, and check that no resource stays allocated."""
         while self.bench.decode.has_work():
             self.step()
         self.bench.check_empty()
@@ -117,7 +118,7 @@ def keyed(plan: StepPlan | None) -> str:
 
 
 def cost_s(key: StepKey) -> float:
-    """A step of the first two drafts costs little, of more or of many rows much."""
+    """Return the scripted cost of a step: little up to 12 tokens, much for each token more."""
     num_tokens = key.num_rows * (key.shape_index + 1)
     return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.catch_up)
 
@@ -127,7 +128,7 @@ def scripted(report: Callable[..., StepReport]) -> Callable[..., StepReport]:
 
 
 def trace_of(loaded: LoadedModel, name: str) -> list[str]:
-    """The lines of that load."""
+    """Return the recorded lines of the load ``name``."""
     load, plan = Load(loaded), LocalPlanner.plan
 
     def noting(self: LocalPlanner, proposal: object) -> Plan:
@@ -146,7 +147,8 @@ def prompts(num: int, length: int = 20) -> list[list[int]]:
 
 
 def everything(num_tokens: int = 40) -> list[Request]:
-    """Rows that ask for all that there is, and rows that ask for nothing."""
+    """Return requests that differ in sampling, penalties, log probabilities and kinds of
+    acceptance, with two plain ones."""
     asked = [greedy(f"r{i}", ids, num_tokens, ignore_eos=True) for i, ids in enumerate(prompts(6))]
     hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
     ruled = replace(asked[0].sampling, presence_penalty=0.5, min_tokens=8, logprobs=2)
@@ -158,7 +160,7 @@ def everything(num_tokens: int = 40) -> list[Request]:
 
 
 def one_by_one(load: Load) -> None:
-    """Rows come and go one after the other."""
+    """Requests start one after another, and two of them are dropped."""
     for request in everything():
         load.start(request)
         load.step(2)
@@ -194,7 +196,7 @@ def no_drafts(load: Load) -> None:
 
 @load_of
 def no_drafts_wanted(load: Load) -> None:
-    """The drafter waits, until no more tokens can be pending."""
+    """The drafter is not fed while no request wants drafts; it must catch up when one does."""
     load.begin(num_drafts=3, max_rows=2)
     plain, drafting = prompts(2)
     load.start(greedy("plain", plain, 60, ignore_eos=True, max_drafts=0))
@@ -234,7 +236,8 @@ def a_step_that_fails(load: Load) -> None:
 
 @load_of
 def adaptive(load: Load) -> None:
-    """What steps cost is measured first; rows come in threes, and all of them go."""
+    """Step times are profiled first; then rows arrive in groups of three until all have
+    finished."""
     load.begin(num_drafts=3, max_rows=12, draft_length="adaptive", measures=True, num_pages=400)
     load.finish()
     asked = [greedy(f"r{i}", ids, 120, ignore_eos=True) for i, ids in enumerate(prompts(12))]
@@ -246,7 +249,7 @@ def adaptive(load: Load) -> None:
 
 @load_of
 def made_ahead(load: Load) -> None:
-    """Programs are made while nobody has work, or when one was asked for often enough."""
+    """Programs are prepared while the rank is idle, or once one was needed often enough."""
     kernels = copy(load.loaded.kernels)
     kernels.exec_mode = CAPTURED
     ahead = replace(load.loaded, kernels=kernels, uncapturable={})
@@ -261,7 +264,7 @@ def made_ahead(load: Load) -> None:
 
 @load_of
 def a_gang_of_three(load: Load) -> None:
-    """Ranks whose rows come and go and want what they want, and all are idle at times: plans."""
+    """Plans for a gang of three ranks whose rows come and go, and which are all idle at times."""
     draw, sizes = random.Random(7), (1, 2, 4, 8)
     usual = common_step_keys(sizes, chain_shapes(3), MtpCatchUp(3))
     planner = StepPlanner(sizes, chain_shapes(3), choose_adaptive_shape, MtpCatchUp(3), True, usual)
@@ -278,7 +281,7 @@ def a_gang_of_three(load: Load) -> None:
 
 
 def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
-    """With what the rank saw in the ``last`` step: most drafts were right."""
+    """Return a proposal that reports the ``last`` step, in which most drafts were accepted."""
     rows = [
         (limit, range(1, 1 + sum(draw.random() < 0.75 for _ in range(limit)))) for limit in limits
     ]

@@ -1,8 +1,8 @@
-"""A stand-in for CUDA graphs on CPUs: recorded programs with a graph's rules of lifetime.
+"""A stand-in for CUDA graphs on CPUs: recorded programs with a graph's lifetime rules.
 
-Programs of one pool share its memory: whatever any of them returned before is garbage once the next
-one runs. Outputs lie in the same place each time, and inputs are copied to where the program reads
-them (model/kernels/captured.py).
+Programs of one pool share its memory. All outputs that a program of the pool returned before are
+invalid once another one runs. Outputs always lie in the same memory, and inputs are copied to where
+the program reads them (model/kernels/captured.py).
 """
 
 import torch
@@ -15,11 +15,11 @@ from tandem.model.kernels.replayable import Function, ReplayableFunction
 from tests.kernels import ours
 
 GARBAGE = 1 << 40
-"""Of integers: no row, page or token."""
+"""Fill value for integers: no valid row, page or token."""
 
 
 class Graph(Recorded):
-    """The first call is eager, the second captures."""
+    """A function whose first call runs eagerly and whose second call captures."""
 
     def __init__(self, function: Function, pool: list["Graph"]) -> None:
         super().__init__(function)
@@ -55,7 +55,7 @@ class Graph(Recorded):
 
 
 class Graphs(NativeKernels):
-    """Native kernels, whose functions are repeated as graphs of one pool."""
+    """Native kernels whose functions are replayed as graphs of one pool."""
 
     exec_mode, owns_outputs = CAPTURED, True
 

@@ -1,8 +1,8 @@
-"""Make Triton's interpreter faster: a launch prepares ``triton.language`` once.
+"""Speed up Triton's interpreter by preparing ``triton.language`` once for each launch.
 
-The interpreter of Triton 3.6 and 3.7 does it again in every call of a function of a kernel, and
-builds a table of numpy's types whenever it reads one. Both take half of the time of our kernels'
-tests and change nothing.
+The interpreter of Triton 3.6 and 3.7 prepares it in every call of a function of a kernel. It also
+builds a table of numpy types whenever it reads one. Both take half of the time of our kernels'
+tests and change no result.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 def prepare_once_a_launch() -> None:
-    """Change the interpreter of this process."""
+    """Patch the interpreter in this process."""
     prepare: Callable[[Any], Any] = interpreter._patch_lang
     launch = interpreter.GridExecutor.__call__
     language = interpreter.tl, interpreter.tl.core

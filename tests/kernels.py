@@ -1,5 +1,5 @@
-"""The kernels that a test is about: this machine's own, or with TRITON_INTERPRET=1, in a process of
-its own, those for GPUs, without one."""
+"""The kernels under test: by default this machine's own. With TRITON_INTERPRET=1, which needs a
+separate process, the GPU kernels run without a GPU."""
 
 import os
 from collections.abc import Iterable
@@ -18,21 +18,22 @@ if IS_INTERPRETED:
 
     prepare_once_a_launch()
 TYPES = [torch.float32, torch.float16 if IS_INTERPRETED else torch.bfloat16]
-"""Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
+"""Dtypes under test. Triton's interpreter multiplies bf16 numbers as integers, so fp16 is used
+there."""
 gpu_only = pytest.mark.skipif(not IS_INTERPRETED, reason="of kernels for GPUs alone")
 native_only = pytest.mark.skipif(IS_INTERPRETED, reason="of native kernels alone")
 
 
 def often_interpreted(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """Return ``values`` as parameters. The interpreter is slow: those that ``kept`` lacks are
-    marked slow for it."""
+    """Return ``values`` as parameters. Under the slow interpreter, those not in ``kept`` are marked
+    slow."""
     listed = list(values)
     return often(listed, kept if IS_INTERPRETED else listed)
 
 
 @cache
 def ours() -> Kernels:
-    """The first use compiles native ones."""
+    """Return the kernels under test. The first use compiles the native ones."""
     if IS_INTERPRETED:
         from tandem.model.kernels.gpu.kernels import TritonKernels
 

@@ -1,5 +1,5 @@
-"""What the operator and kubelets make of manifests in pods (tests/pods.py), and what a client sees
-of them."""
+"""Run manifests in pods (tests/pods.py) as KubeRay's operator and kubelets would, and check the
+result as a client."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -18,12 +18,13 @@ OF_VOLUMES = {"configMap": CONFIG, "persistentVolumeClaim": CLAIM}
 
 
 def hosts_of(it: Deployed, head: str = "head", door: str = "gateway") -> dict[str, str]:
-    """Which pods its Services lead to."""
+    """Return the pod that each host name of the deployment's Services resolves to."""
     return {f"{it.cluster['metadata']['name']}-head-svc": head, "tandem": door}
 
 
 def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> None:
-    """``replica``: of several pods, as the operator labels them."""
+    """Start a Ray pod of a group. ``replica`` is the operator's label on pods of multi-host
+    groups."""
     spec = group["template"]["spec"]
     labels = {"ray.io/group": group.get("groupName", "headgroup")}
     if replica:
@@ -36,7 +37,7 @@ def begin_ray(pod: Pod, it: Deployed, group: Manifest, replica: str = "") -> Non
 
 
 def begin_gateway(pod: Pod, it: Deployed) -> RunningSequence:
-    """One that is ready."""
+    """Start a gateway and return its process once it is ready."""
     process = start_gateway(pod, it)
     assert process.stdout is not None
     for line in process.stdout:
@@ -58,7 +59,8 @@ def start_gateway(pod: Pod, it: Deployed) -> RunningSequence:
 
 
 def ray_command(it: Deployed, group: Manifest) -> list[str]:
-    """As the operator writes it: what the group says, and what it reads off the pod's limits."""
+    """Return the command that the operator writes, from the group's parameters and the pod's
+    limits."""
     name = it.cluster["metadata"]["name"]
     is_head = group is it.cluster["spec"]["headGroupSpec"]
     address = f"{name}-head-svc:6379"
@@ -69,13 +71,13 @@ def ray_command(it: Deployed, group: Manifest) -> list[str]:
     options |= {"dashboard-host": "0.0.0.0"} if is_head else {"address": address}
     words = " ".join(f"--{key}={value}" for key, value in options.items())
     start = f"ulimit -n 65536; ray start {'--head ' if is_head else ''}{words} --block"
-    # For a worker an init container of the operator's waits.
+    # In a worker pod an init container of the operator waits.
     wait = f"until ray health-check --address {address} &> /dev/null; do sleep 1; done; "
     return ["bash", "-c", "--", start if is_head else wait + start]
 
 
 def placed(pod: Manifest) -> dict[str, str]:
-    """Which folder of a pod is mounted where; /dev/shm is told by its size."""
+    """Return which folder of a pod is mounted at each path, except /dev/shm, whose size is set."""
     found = {}
     for mount in mounts(pod):
         [kind] = volumes(pod)[mount["name"]].keys() - {"name"}
@@ -87,7 +89,7 @@ def placed(pod: Manifest) -> dict[str, str]:
 def environment(
     it: Deployed, pod: Manifest, labels: dict[str, str] | None = None
 ) -> dict[str, str]:
-    """Of the container in a pod of these labels; what Secrets hold is TOKEN."""
+    """Return the environment of the container in a pod with these labels. Secrets hold TOKEN."""
     box, told = container(pod), dict[str, str]()
     for source in box.get("envFrom", []):
         told |= it.others.get(source["configMapRef"]["name"], {})
@@ -97,7 +99,7 @@ def environment(
         if path:
             value = (labels or {}).get(path.removeprefix("metadata.labels['")[:-2], "")
         told[one["name"]] = re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], value)
-    # The operator gives the first two to pods of Ray, and with a group's pods its name.
+    # The operator sets the first two in every pod of Ray, and the group's name in its pods.
     given = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
     if labels:
         given["RAY_NODE_TYPE_NAME"] = labels["ray.io/group"]
@@ -113,8 +115,8 @@ def generated(client: Pod) -> str:
 
 @contextmanager
 def asking(client: Pod, folder: Path, seed: int, num_clients: int) -> Iterator[Callable[[], int]]:
-    """tests/chaos/asker.py asks through the Service as long as the block goes on; yields what
-    tells how many answers there are."""
+    """Run tests/chaos/asker.py against the Service during the block. Yields a function that returns
+    the number of answers so far."""
     words = "--address", "tandem:50051", "--folder", str(folder), "--seed", str(seed)
     command = "python", "-m", "tests.chaos.asker", *words, "--clients", str(num_clients)
     process = client.run(command)
@@ -127,7 +129,7 @@ def asking(client: Pod, folder: Path, seed: int, num_clients: int) -> Iterator[C
 
 
 def figures(pod: Pod, host: str = "tandem") -> str:
-    """Of a gateway, as Prometheus reads them from that pod."""
+    """Return a gateway's metrics as Prometheus would read them from ``pod``."""
     address = f"http://{host}:9400/metrics"
     read = f"from urllib.request import urlopen; print(urlopen({address!r}).read().decode())"
     text, _ = pod.run(("python", "-c", read)).communicate(timeout=60)

@@ -1,5 +1,8 @@
-"""Renders what deploy/ uses of kustomize, strictly: what is not used there is refused, and so is
-a patch, an image or a generator that finds nothing. Where kubectl is installed a test compares."""
+"""Render the subset of kustomize that deploy/ uses, strictly.
+
+Any other feature is an error, and so is a patch, an image or a generator that matches nothing.
+Where kubectl is installed, a test compares the two.
+"""
 
 import hashlib
 import json
@@ -15,7 +18,7 @@ from tandem.core.config_source import _StrictLoader, read_yaml
 
 Manifest = dict[str, Any]
 GENERATED = "generated"
-"""A mark, while manifests are built, of what has a hash in its name at the end."""
+"""Mark, during the build, on manifests whose name ends with a hash of their content."""
 SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
 FIELDS = {
     "kustomization": {
@@ -34,7 +37,7 @@ FIELDS = {
 
 
 def render(folder: Path, *components: Path) -> list[Manifest]:
-    """Every manifest of a kustomization, as it is applied, with these components in it."""
+    """Return every manifest of a kustomization as it is applied, with these components."""
     manifests = _build(folder, [])
     for component in components:
         _build(component, manifests)
@@ -50,7 +53,7 @@ def render(folder: Path, *components: Path) -> list[Manifest]:
 
 
 def _build(folder: Path, manifests: list[Manifest]) -> list[Manifest]:
-    """With what a kustomization adds to those ``manifests``, and, if it is a component, changes."""
+    """Add a kustomization's manifests to ``manifests``, which a component also changes."""
     tree = _checked(read_yaml(folder / "kustomization.yaml"), "kustomization")
     for resource in tree.get("resources", []):
         path = folder / resource
@@ -122,7 +125,8 @@ def _set_image(manifests: list[Manifest], image: Manifest) -> None:
 
 
 def _replace(manifests: list[Manifest], replacement: Manifest) -> None:
-    """Copy what a field holds to fields of others; ``*`` in a path is every item of a list."""
+    """Copy the value of a field to fields of other manifests; ``*`` in a path is every item of a
+    list."""
     source = _checked(replacement["source"], "source")
     [value] = _fields(_found(manifests, source["kind"], source["name"]), source["fieldPath"])
     for target in replacement["targets"]:
@@ -149,7 +153,7 @@ def _mappings(node: Any) -> Iterator[Manifest]:
 
 
 def _hashed_name(config_map: Manifest) -> str:
-    """With kustomize's suffix, which makes pods roll when the data changes."""
+    """Return the name with kustomize's suffix, which makes pods roll when the data changes."""
     fields = {"data": config_map["data"], "kind": "ConfigMap", "name": ""}
     text = json.dumps(fields, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
     for character in "<>&":
@@ -187,7 +191,8 @@ def _operate(manifest: Manifest, op: str, path: str, value: Any = None) -> None:
 
 
 def _copy(value: Any) -> Any:
-    """Without what YAML's anchors share: a later patch changes one of them."""
+    """Return a deep copy, because YAML anchors share values and a later patch changes only one of
+    them."""
     return json.loads(json.dumps(value))
 
 

@@ -1,11 +1,11 @@
-"""Measure prompts of 220 kB at a gateway without a cluster, and other streams beside them.
+"""Measure prompts of 220 kB at a gateway without a cluster, together with other streams.
 
     python -m tests.long_prompts [--streams 20,60,150] [--seconds 30] [--json FILE]
 
-The gateway is the echo gateway of the tests with the tokenizer of the shipped checkpoint, in a
-process of its own. Clients in a second process send one prompt after the other; a refused one is
-sent again after the pause that the gateway hints at. Eight other streams, whose pieces come every
-10 ms, are read in a third process; their inter-token latency stands beside that without prompts.
+The gateway is the tests' echo gateway with the tokenizer of the shipped checkpoint, in a separate
+process. Clients in a second process send one prompt after another. A refused prompt is sent again
+after the pause that the gateway suggests. A third process reads eight other streams, whose pieces
+come every 10 ms. Their inter-token latency is shown with and without prompts.
 """
 
 import argparse
@@ -47,7 +47,7 @@ Figures = dict[str, Any]
 
 
 class PacedGateway(EchoGateway):
-    """Answers with a piece every PACE_S, by the tokens of a real tokenizer."""
+    """An echo gateway that sends a piece every PACE_S, with the tokens of a real tokenizer."""
 
     model = ModelInfo("echo", "DeepseekV3ForCausalLM", MAX_MODEL_LEN, 2048, (EOS,), 0, False, "")
 
@@ -72,7 +72,7 @@ async def serve() -> None:
 
 
 def texts(seed: int) -> Iterator[str]:
-    """Yield pieces of this repository's source, each of NUM_CHARS, without end."""
+    """Yield pieces of this repository's source, each of NUM_CHARS, indefinitely."""
     files = sorted(ROOT.glob("c*/**/*.py"))
     source = "".join(path.read_text() for path in files)
     draw = random.Random(seed)
@@ -82,7 +82,7 @@ def texts(seed: int) -> Iterator[str]:
 
 
 async def moments_of(client: AsyncClient, text: str, num_tokens: int) -> list[float]:
-    """Return when each piece of an answer came."""
+    """Return the arrival time of each piece of an answer."""
     pieces = client.generate(text, max_tokens=num_tokens)
     return [time.monotonic() async for piece in pieces if piece.token_ids]
 
@@ -122,7 +122,7 @@ async def load(address: str, num_streams: int, seconds: float) -> Figures:
 
 
 async def watch(address: str, seconds: float) -> Figures:
-    """Read paced streams for so long; quantiles of the time between two pieces."""
+    """Read paced streams for ``seconds`` and return quantiles of the time between two pieces."""
     until = time.monotonic() + seconds
     gaps_s: list[float] = []
 
@@ -145,7 +145,7 @@ def quantiles(values: list[float]) -> dict[str, float]:
 
 @contextmanager
 def process(*words: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run this module in a mode of its own; it is ended with the block."""
+    """Run this module in another mode, as a process that ends with the block."""
     command = [sys.executable, "-m", "tests.long_prompts", *words]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as made:
         try:
@@ -162,7 +162,7 @@ def line_of(made: "subprocess.Popen[str]") -> str:
 
 
 def measure(address: str, num_streams: int, seconds: float) -> Figures:
-    """Measure the other streams beside ``num_streams`` clients that send prompts."""
+    """Measure the other streams while ``num_streams`` clients send prompts."""
     words = ("--load", address, "--streams", str(num_streams), "--seconds", str(seconds))
     if num_streams == 0:
         return {"streams": 0, **asyncio.run(watch(address, seconds))}

@@ -1,4 +1,4 @@
-"""Channels inside one process: a hand-over whose wire is a copy in memory, for tests."""
+"""KV channels within one process, for tests: a transfer is a copy in memory."""
 
 import threading
 from collections import deque
@@ -49,7 +49,7 @@ class _Way:
         return offer
 
     def filled(self, offer: _Offer, timeout_s: float) -> None:
-        """What fails ends the wire, which forgets what it was offered."""
+        """Wait for the sender's copy. On failure the wire ends and drops what it was offered."""
         with self.changed:
             self._wait(lambda: offer.is_filled, timeout_s)
 
@@ -61,7 +61,7 @@ class _Way:
 
 
 class LoopbackWire:
-    """One end; a receiver offers its tensor, the sender copies into it."""
+    """One end of a channel. A receiver offers its tensor, and the sender copies into it."""
 
     def __init__(self, outgoing: _Way, incoming: _Way) -> None:
         self._outgoing = outgoing
@@ -84,7 +84,7 @@ class LoopbackWire:
 
 
 class LoopbackChannels:
-    """Both ends come from the same object; they meet by nonce."""
+    """A factory for both ends of in-process channels, which are matched by nonce."""
 
     backend = "loopback"
 

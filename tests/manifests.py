@@ -1,8 +1,8 @@
-"""Says what Kubernetes and KubeRay would refuse of a manifest, and what they would drop silently.
+"""Find errors in a manifest: what Kubernetes and KubeRay would reject or silently drop.
 
-Pods and RayClusters are held against KubeRay's own definition (tests/data/kuberay, 1.7), in which
-every unknown field is an error here; Prometheus' kinds against what we use of them; other kinds
-against Kubernetes' (kubernetes-validate, strict).
+Pods and RayClusters are checked against KubeRay's own definition (tests/data/kuberay, 1.7). Every
+unknown field is an error here. Prometheus kinds are checked against the fields that deploy/ uses.
+All other kinds are checked against Kubernetes' definitions (kubernetes-validate, strict).
 """
 
 import re
@@ -19,7 +19,7 @@ from jsonschema.validators import extend
 Schema = dict[str, Any]
 CRD = Path(__file__).parent / "data" / "kuberay" / "ray.io_rayclusters.yaml"
 VERSION = "1.37"
-"""Of Kubernetes, whose own definitions the core kinds are held against."""
+"""Kubernetes version whose definitions the core kinds are checked against."""
 TEXT = {"type": "string"}
 
 
@@ -43,13 +43,13 @@ WATCHED: dict[str, Schema] = {
         }
     ),
 }
-"""The specs of monitoring.coreos.com/v1, as far as deploy/ uses them."""
+"""Specs of monitoring.coreos.com/v1, as far as deploy/ uses them."""
 MODES = {"ReadOnlyMany", "ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"}
 NAME = re.compile("[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """Each as "path: what is wrong"; none for a manifest that is right."""
+    """Return the problems of a manifest, each in the form "path: problem"."""
     kind = manifest.get("apiVersion"), manifest.get("kind")
     if kind == ("ray.io/v1", "RayCluster"):
         found = _found(_cluster(), manifest)
@@ -71,7 +71,7 @@ def problems(manifest: dict[str, Any]) -> list[str]:
 
 
 def _outside(manifest: dict[str, Any]) -> Iterator[str]:
-    """What Kubernetes refuses beyond the types of its definitions."""
+    """Yield problems that Kubernetes rejects although the types are right."""
     if not NAME.fullmatch(name := manifest["metadata"]["name"]):
         yield f"metadata/name: {name!r} is no name"
     for mode in set(manifest.get("spec", {}).get("accessModes", ())) - MODES:
@@ -99,7 +99,7 @@ def _line(error: Any) -> str:
 
 
 def _strict(schema: Schema) -> Schema:
-    """The schema with every field that it does not know refused."""
+    """Return the schema with every unknown field forbidden."""
     strict = dict(schema)
     if "properties" in schema:
         strict["properties"] = {name: _strict(s) for name, s in schema["properties"].items()}
@@ -114,7 +114,7 @@ def _strict(schema: Schema) -> Schema:
 def _are_unique(
     validator: Any, keys: list[str], items: list[Any], schema: Schema
 ) -> Iterator[ValidationError]:
-    """A list that is a map, such as containers by name, has each key once."""
+    """Check that each key occurs once in a list with map semantics, such as containers by name."""
     found = [tuple(item.get(key) for key in keys) for item in items if isinstance(item, dict)]
     if len(set(found)) < len(found):
         yield ValidationError(f"one of {found} is there twice, by {keys}")

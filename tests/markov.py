@@ -1,7 +1,9 @@
-"""A main model and a drafter whose next token depends on the last one alone, stepped as the
-decode engine steps: noise by (seed, output index), so a place may be drafted several times.
+"""A main model and a drafter whose next token depends only on the last one.
 
-Shape legend: B rows, N drafts, N1 = N + 1 places, V vocabulary, T tokens told.
+They are stepped as the decode engine steps. Noise is a function of (seed, output index), so a place
+may be drafted several times.
+
+Shape legend: B rows, N drafts, N1 = N + 1 places, V vocabulary, T emitted tokens.
 """
 
 import itertools
@@ -37,7 +39,8 @@ _MAIN, _DRAFTER = (
 
 @dataclass(frozen=True)
 class World:
-    """Logits [V, V] of both models by last token. The drafter is similar, not equal."""
+    """Logits [V, V] of both models by last token. The drafter is similar to the main model, not
+    equal."""
 
     main_VV: Tensor = _MAIN
     drafter_VV: Tensor = _MAIN * 0.6 + _DRAFTER * 0.6
@@ -55,7 +58,7 @@ def verify_input(
     tree: Tree | None = None,
     num_B: Tensor | None = None,
 ) -> VerifyInput:
-    """Without thinking."""
+    """Build the input of verification, without thinking."""
     return VerifyInput(
         drafts_BN=drafts_BN,
         q_BNV=q_BNV,
@@ -76,12 +79,12 @@ def verify_input(
 
 
 def judged_by(known: VerifyInput, **changes: Tensor) -> VerifyInput:
-    """The same evidence with other fields of AcceptanceRows."""
+    """Return the same input with other fields of AcceptanceRows."""
     return replace(known, acceptance=replace(known.acceptance, **changes))
 
 
 Drafting = Callable[[World, DraftContext], Drafts]
-"""Of a drafter in this world."""
+"""Draft function of a drafter in this world."""
 
 
 def chain(num_drafts: int) -> Drafting:
@@ -104,7 +107,7 @@ def one_step(
     drafting: Drafting,
     depth: int,
 ) -> VerifyResult:
-    """``depth`` is that of a tree."""
+    """Draft and verify one step. ``depth`` is that of the draft tree."""
     many = (kinds, rule_B), (sampling, num_output_B)
     context = DraftContext(
         *(last_B.unsqueeze(1), num_output_B, last_B, last_B > 0, last_B, None),
@@ -142,8 +145,8 @@ def tell(
     temperature_B: Tensor | None = None,
     drafting: Drafting | None = None,
 ) -> Tensor:
-    """The ``num_tokens`` tokens [B, T] after START, each row with a seed of its own. Drafts are a
-    chain, or trees that are ``num_drafts`` deep."""
+    """Return ``num_tokens`` tokens [B, T] after START, with a different seed for each row. Drafts
+    are a chain, or trees that are ``num_drafts`` deep."""
     drafting = drafting or chain(num_drafts)
     seed_B = torch.arange(len(limit_B))
     rule_B = torch.full_like(seed_B, RULE_NUMBERS[kinds[0]]) if rule_B is None else rule_B
@@ -172,7 +175,7 @@ def tell(
 
 
 def exact(world: World, s: SamplingParams, num_tokens: int) -> list[float]:
-    """The probability of every sequence of tokens, in order of ``sequence_number``."""
+    """Return the probability of every sequence of tokens, in order of ``sequence_number``."""
 
     def next_probs(history: list[int]) -> list[float]:
         return filtered(obvious(world.main_VV[history[-1]], [1], history, s), s)
@@ -190,7 +193,7 @@ def exact(world: World, s: SamplingParams, num_tokens: int) -> list[float]:
 def check_tokens(
     told_BT: Tensor, world: World, s: SamplingParams, check: Callable = check_chi_square
 ) -> None:
-    """Chi-square of the joint distribution of all T tokens."""
+    """Test the joint distribution of all T tokens with a chi-square test."""
     weights = VOCAB ** torch.arange(told_BT.shape[1] - 1, -1, -1)
     counts = (told_BT * weights).sum(1).bincount(minlength=VOCAB ** told_BT.shape[1])
     check(counts.tolist(), exact(world, s, told_BT.shape[1]))

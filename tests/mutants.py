@@ -1,8 +1,8 @@
-"""One-line mistakes in code that keeps answers right, each of which a test has to notice.
+"""One-line mistakes that keep answers right, each of which a test has to notice.
 
-``python -m tests.mutants [NAME ...]`` makes each of mutants.toml, alone, in a copy of the tree and
-runs the test that it names there: caught or missed. Before that these tests must pass on the copy
-as it is. A new mutant is a new table in mutants.toml.
+``python -m tests.mutants [NAME ...]`` applies each mutant of mutants.toml, alone, to a copy of the
+tree. It runs the test that is named there and reports caught or missed. Before that, these tests
+must pass on the unchanged copy. To add a mutant, add a table to mutants.toml.
 """
 
 import os
@@ -22,17 +22,17 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[1]
 DATA = Path(__file__).with_name("mutants.toml")
 FAILED = 1
-"""pytest's exit code when tests have run and one of them has failed."""
+"""pytest's exit code when tests have run and at least one has failed."""
 TIMEOUT_S = 120
-"""Of one test: what hangs is caught too."""
+"""Bound on one test; a mutant that hangs counts as caught."""
 HURRY_S = 30.0
-"""In place of tests' PATIENCE_S: each runs alone."""
+"""Replaces PATIENCE_S in the copy: each test runs alone there."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``after`` instead of ``before``, which ``file`` has exactly once, ``breaks`` something that
-    ``test`` (a pytest id, or several by spaces) says."""
+    """A mistake: ``after`` replaces ``before``, which occurs exactly once in ``file``. ``breaks``
+    says what stops working, and ``test`` (pytest ids, separated by spaces) must fail."""
 
     name: str
     file: str
@@ -42,7 +42,7 @@ class Mutant:
     test: str
 
     def check(self, tree: Path) -> None:
-        """Raises ValueError if it cannot be made in this tree."""
+        """Raise ValueError if the mutant cannot be applied to this tree."""
         text = (tree / self.file).read_text()
         if (num := text.count(self.before)) != 1:
             raise ValueError(f"{self.name}: {self.file} has {num} times {self.before!r}, not once")
@@ -63,7 +63,8 @@ def read(data: Path = DATA) -> list[Mutant]:
 
 
 def copy_tree(target: Path) -> None:
-    """Tracked files, and new ones that git does not ignore, as they are now; less patient."""
+    """Copy tracked files and new files that git does not ignore, with PATIENCE_S lowered to
+    HURRY_S."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout.split(
         b"\0"
@@ -79,7 +80,7 @@ def copy_tree(target: Path) -> None:
 
 
 def run(tree: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
-    """The tree's own modules, in every process: they go before an installed tandem's."""
+    """Run tests on the tree's own modules, which precede an installed tandem in every process."""
     env = os.environ | {"PYTHONPATH": python_path(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     options = ("-x", "-p", "no:cacheprovider", f"--timeout={TIMEOUT_S}")
     return subprocess.run(
@@ -93,7 +94,8 @@ def run(tree: Path, tests: Iterable[str]) -> subprocess.CompletedProcess[str]:
 
 
 def failure_of(mutant: Mutant, tree: Path) -> str:
-    """What its test says, nothing if it was missed. Raises ValueError if it did not come to run."""
+    """Return the error of the mutant's test ("" if it was missed). Raises ValueError if the test
+    did not run."""
     before = (tree / mutant.file).read_text()
     mutant.apply(tree)
     try:
@@ -109,7 +111,7 @@ def failure_of(mutant: Mutant, tree: Path) -> str:
 
 
 def try_all(mutants: Sequence[Mutant], tree: Path) -> list[Mutant]:
-    """Those that were missed. Raises ValueError where nothing can be told."""
+    """Return the missed mutants. Raises ValueError if the tests fail without a mutant."""
     for mutant in mutants:
         mutant.check(tree)
     ran = run(tree, dict.fromkeys(test for mutant in mutants for test in mutant.test.split()))

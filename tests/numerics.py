@@ -1,15 +1,16 @@
-"""Bounds of numerical tests, and a run of these tests with every instruction set of this machine.
+"""Error bounds of numerical tests, and a run of them with every instruction set of this machine.
 
-A bound follows from what is computed: how many roundings an answer has behind it, and how large the
-numbers were that were rounded. Roundings are as good as independent, so n of them grow like sqrt(n)
-(Higham and Mary, https://doi.org/10.1137/18M1226312), not like n.
+A bound follows from the computation: the number of roundings behind a result, and the size of the
+rounded numbers. Roundings are nearly independent, so the error of n of them grows like sqrt(n), not
+like n (Higham and Mary, https://doi.org/10.1137/18M1226312).
 
-``python -m tests.numerics [--write]`` runs the tests of FILES once for each set of instructions
-that this processor has, PyTorch's kernels and ours restricted to it. It prints the largest error of
-each test as a share of its bound. No bound may be more than MAX_SLACK times the largest error that
-was ever seen on a processor; ``data/errors.json`` has these, and ``--write`` adds what is larger.
-A set of instructions that is missing there has not been seen. Whoever changes a bound removes its
-test from the file first.
+``python -m tests.numerics [--write]`` runs the tests of FILES once for each instruction set of this
+processor. PyTorch's kernels and ours are both restricted to it. The largest error of each test is
+printed as a share of its bound.
+
+No bound may exceed MAX_SLACK times the largest error seen on any processor. ``data/errors.json``
+holds these errors, and ``--write`` adds larger ones. An instruction set that is missing there was
+never measured. Before you change a bound, remove its test from that file.
 """
 
 import argparse
@@ -32,13 +33,13 @@ SEEN = Path(__file__).with_name("data") / "errors.json"
 UNIT = {kind: torch.finfo(kind).eps / 2 for kind in (torch.float32, torch.float16, torch.bfloat16)}
 """Largest relative error of one rounding."""
 NUM_LANES = 8
-"""Least number of accumulators among which our kernels, and PyTorch's, divide a sum that may be
-added up in any order."""
+"""Minimum number of accumulators over which our kernels and PyTorch's split a sum whose order is
+free."""
 NUM_SUMS = 6
-"""Sums of a layer's width behind its output: queries, keys, scores, values, hidden and output."""
+"""Number of sums of a layer's width: queries, keys, scores, values, hidden and output."""
 MAX_SLACK = 4.0
 LOG = "TANDEM_NUMERICS_LOG"
-"""Environment variable: the file to which each comparison appends its test and its share."""
+"""Environment variable with the file to which each comparison appends its test and its share."""
 MARCH = {"default": "x86-64", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 """Values of ATEN_CPU_CAPABILITY, and the compiler's names for the same instructions."""
 NEEDED = {
@@ -46,7 +47,7 @@ NEEDED = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"},
 }
-"""Flags in /proc/cpuinfo without which instructions are illegal."""
+"""Flags of /proc/cpuinfo that each instruction set requires."""
 FILES = tuple(
     f"tests/unit/test_{name}.py"
     for name in (
@@ -58,16 +59,16 @@ FILES = tuple(
 
 
 def rounding(length: float, size: float, dtype: torch.dtype = torch.float32) -> float:
-    """Bound the error of a number behind which are ``length`` roundings of numbers of ``size``."""
+    """Bound the error of a number that is the result of ``length`` roundings of numbers of
+    ``size``."""
     return math.sqrt(length) * UNIT[dtype] * size
 
 
 def network_rounding(num_layers: int, width: int, size: float, growth: float = 1.0) -> float:
     """Bound the error of outputs of ``size`` of a network in fp32.
 
-    ``growth`` is how many times larger errors get on their way through norms and experts. It
-    depends on the weights: near 1 for trained ones, and much more for random norms. So it is
-    measured, where everything else is derived.
+    ``growth`` is the factor by which norms and experts amplify errors. It depends on the weights:
+    near 1 for trained ones, much more for random norms. So it is measured; all else is derived.
     """
     return growth * rounding(NUM_SUMS * num_layers * width / NUM_LANES, size)
 
@@ -101,8 +102,8 @@ def capabilities() -> list[str]:
 
 
 def compiler_for(capability: str, folder: Path) -> Path:
-    """Write a compiler whose output has these instructions only, and whose version tells so: the
-    cache of compiled kernels keeps them apart."""
+    """Write a compiler wrapper that is restricted to these instructions. Its version names them, so
+    that the cache of compiled kernels keeps them apart."""
     script = folder / f"g++-{capability}"
     real = shutil.which(os.environ.get("CXX", "g++"))
     script.write_text(
@@ -114,10 +115,10 @@ def compiler_for(capability: str, folder: Path) -> Path:
 
 
 def run(capability: str) -> dict[str, float]:
-    """Run the tests with one set of instructions; return the largest share of each.
+    """Run the tests with one instruction set and return the largest share of each.
 
     Raises:
-        SystemExit: a test has failed.
+        SystemExit: A test has failed.
     """
     print(f"ATEN_CPU_CAPABILITY={capability}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -135,8 +136,8 @@ def run(capability: str) -> dict[str, float]:
 
 
 def loose(seen: dict[str, dict[str, float]]) -> list[str]:
-    """Return the tests whose bound is more than MAX_SLACK times the largest error seen. Where none
-    was seen there is nothing to compare with."""
+    """Return the tests whose bound is more than MAX_SLACK times the largest error seen. Tests
+    without a recorded error are skipped."""
     return [test for test, shares in seen.items() if 0 < max(shares.values()) < 1 / MAX_SLACK]
 
 

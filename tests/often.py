@@ -1,4 +1,4 @@
-"""Parameters of tests of which some run in ``make test`` and all run in ``make soak``."""
+"""Test parameters of which some run in ``make test`` and all run in ``make soak``."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def often(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
-    """Return ``values`` as parameters, of which those that ``kept`` lacks are marked slow."""
+    """Return ``values`` as parameters, marking those that are not in ``kept`` as slow."""
     chosen = list(kept)
     return [
         pytest.param(

@@ -1,5 +1,8 @@
-"""Pods without Kubernetes: a network of its own for each, on one bridge, and in it containers; by
-default namespaces over this tree, or (tests/image) the image in podman's. Needs root."""
+"""Pods without Kubernetes: each has a network namespace on a shared bridge, with containers in it.
+
+By default a container is a set of namespaces over this tree; tests/image runs the image with podman
+instead. Needs root.
+"""
 
 import os
 import re
@@ -21,15 +24,15 @@ from tandem.core.user_cache import user_cache
 NETWORK = IPv4Address("10.77.0.0")
 CAN_RUN = os.geteuid() == 0 and shutil.which("ip") is not None
 NO_DNS = "nameserver 127.0.0.1\n"
-"""Refuses at once: a name that is not in hosts would cost a minute elsewhere."""
+"""resolv.conf that fails at once: other resolvers would take a minute for an unknown name."""
 CONFIG, CLAIM = "etc", "claim"
-"""Folders of a pod: what its configMap holds, and what lies on its claim."""
+"""Folders of a pod: the content of its ConfigMap, and the content of its claim."""
 RunningSequence = subprocess.Popen[str]
 
 
 @dataclass(frozen=True)
 class Box:
-    """A container as a manifest has it. ``mounts`` tells which folder of its pod lies where."""
+    """A container as its manifest describes it. ``mounts`` maps a path to the folder of its pod."""
 
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
@@ -39,16 +42,16 @@ class Box:
 
 
 class Form(Protocol):
-    """What a container is made of."""
+    """A way to run a container."""
 
     def command(self, pod: "Pod", box: Box) -> list[str]: ...
 
     def environ(self, pod: "Pod", box: Box) -> dict[str, str] | None:
-        """Of that command here; None: as this process has it."""
+        """Return the environment of that command on the host (None: this process's environment)."""
         ...
 
     def init(self, process: RunningSequence) -> int:
-        """The pid here of its process 1."""
+        """Return the host's pid of the container's process 1."""
         ...
 
     def pids(self, process: RunningSequence) -> Iterable[int]: ...
@@ -58,24 +61,24 @@ class Form(Protocol):
 
 @dataclass
 class Pod:
-    """A network of its own, in which containers are begun."""
+    """A network namespace in which containers are started."""
 
     name: str
     address: str
     home: Path
     switch: str
-    """The namespace of the bridge that it hangs on."""
+    """Network namespace of the bridge that the pod is connected to."""
     form: Form
     processes: list[RunningSequence] = field(default_factory=list)
 
     def run(
         self, command: Sequence[str], *, shm: str = "64m", env: Mapping[str, str] | None = None
     ) -> RunningSequence:
-        """Begin a container that no manifest tells of."""
+        """Start a container that no manifest describes."""
         return self.begin(Box(command, env or {}, shm))
 
     def begin(self, box: Box) -> RunningSequence:
-        """Its command is process 1; stdout is a pipe, stderr a file."""
+        """Start a container. Its command is process 1, stdout is a pipe and stderr a file."""
         with open(self.home / "log", "a") as log:
             process = subprocess.Popen(
                 self.form.command(self, box),
@@ -89,20 +92,21 @@ class Pod:
         return process
 
     def init(self) -> int:
-        """The pid here of process 1 of its latest container."""
+        """Return the host's pid of process 1 of the latest container."""
         return self.form.init(self.processes[-1])
 
     def terminate(self) -> None:
-        """As a kubelet ends it."""
+        """Send SIGTERM to process 1, as a kubelet does."""
         os.kill(self.init(), signal.SIGTERM)
 
     def pids(self, part: str) -> list[int]:
-        """Of the processes in it whose command has ``part`` in it; words end in NUL."""
+        """Return the pids of processes whose command line contains ``part``; its words end in
+        NUL."""
         found = {pid for process in self.processes for pid in self.form.pids(process)}
         return [pid for pid in sorted(found) if part.encode() in command_of(pid)]
 
     def end(self, heir: "Pod | None" = None) -> None:
-        """Kill all in it. What lies on its claim remains: its own, or ``heir``'s."""
+        """Kill all processes of the pod. The content of its claim stays, or moves to ``heir``."""
         self.form.end(self.processes)
         self.processes.clear()
         if heir is not None:
@@ -122,14 +126,17 @@ mount -t tmpfs none /mnt
 for name in etc claim; do mkdir /mnt/$name && mount --bind {home}/$name /mnt/$name; done
 exec "$@"
 """
-"""What every container has to itself. The folders of its pod lie in /mnt: /etc is the machine's."""
+"""Sets up the mounts of a container. Folders of the pod are bound to /mnt, because /etc is the
+machine's."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Namespaces of their own for processes and mounts, over this machine's files and this tree,
-    or where folders of ``other`` have the same names, those. Its user is root, its root is written
-    to, and no limit holds."""
+    """Containers as process and mount namespaces over this machine's files and this tree.
+
+    Folders of ``other`` replace those of the same name in the tree. The user is root, the root file
+    system is writable, and no resource limit applies.
+    """
 
     other: Path | None = None
 
@@ -174,7 +181,7 @@ class Tree:
 def pods(
     names: Sequence[str], hosts: Mapping[str, str], form: Form | None = None
 ) -> Iterator[dict[str, Pod]]:
-    """A pod for each name; ``hosts`` tells which pod a host name of the cluster's DNS leads to."""
+    """Create a pod for each name. ``hosts`` maps each host name of the cluster's DNS to a pod."""
     made: dict[str, Pod] = {}
     switch, form = f"pods{os.getpid()}", form or Tree()
     with TemporaryDirectory(prefix="pods", ignore_cleanup_errors=True) as name:
@@ -203,9 +210,9 @@ def pods(
 
 
 def lead(there: Mapping[str, Pod], hosts: Mapping[str, str]) -> None:
-    """Which pod a host name leads to from now on, all of them."""
+    """Set the pod that each host name resolves to, for all host names."""
     lines = [f"{there[pod].address} {host}\n" for host, pod in hosts.items()]
-    # In place: it is mounted in every pod.
+    # Written in place, because the file is mounted in every pod.
     path = next(iter(there.values())).home.parent / "hosts"
     path.write_text("".join(["127.0.0.1 localhost\n", *lines]))
 

@@ -1,6 +1,9 @@
-"""NetworkPolicy objects as a network plugin enforces them, by nftables on the bridge of
-tests/pods.py: what is not told is closed to new connections. Ingress of TCP alone, which is all
-that deploy/ uses."""
+"""Enforce NetworkPolicy objects by nftables on the bridge of tests/pods.py, as a network plugin
+does.
+
+New connections that no policy allows are closed. Only TCP ingress is supported, which is all that
+deploy/ uses.
+"""
 
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +17,13 @@ SYN = "tcp flags & (syn | ack) == syn"
 
 @dataclass(frozen=True)
 class Peer:
-    """A pod as policies see it, in the cluster's namespace unless it says another."""
+    """A pod as policies see it. By default it is in the cluster's namespace."""
 
     pod: Pod
     labels: Mapping[str, str] = field(default_factory=dict)
     namespace: str = "tandem"
     ports: Mapping[str, int] = field(default_factory=dict)
-    """Its containers', by name."""
+    """Ports of its containers, by name."""
 
 
 def enforce(switch: str, policies: Sequence[Manifest], peers: Sequence[Peer]) -> None:

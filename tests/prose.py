@@ -5,16 +5,16 @@
 Without paths: all tracked Python files and Markdown pages. ``--count`` prints the number of
 findings by rule, and the share of docstrings and comments with a finding. The rules:
 
-    opener      a docstring or comment begins with a word that needs what stands outside of it
-    word        a word of the list in WORDS, in a docstring, comment, message or page
-    headless    a relative clause without a noun: "what is sent", "who waits"
-    reference   a file that is named and is not in the repository
-    long        a sentence of more than 25 words
-    packed      a tuple of values assigned to as many names, unless a pair belongs together
+    opener: the first word of a docstring or comment refers to something outside of it
+    word: a word of the list in WORDS, in a docstring, comment, message or page
+    headless: a relative clause without a noun, such as a leading "what" or "who"
+    reference: a named file is not in the repository
+    long: a sentence of more than 25 words
+    packed: a tuple of values assigned to several names, unless they are a pair
 
-``tests/data/prose.json`` holds the number of findings that each rule may still have in each part
-of the repository. `make lint` fails when there are more and says when there are fewer: lower the
-number with ``--write`` then. A rule that is not there has none.
+``tests/data/prose.json`` holds the number of findings that each part of the repository may still
+have, by rule (0 if absent). `make lint` fails if there are more. If there are fewer, it says so:
+run ``--write`` to lower the number.
 """
 
 import argparse
@@ -67,7 +67,7 @@ WORDS = {
     "told": "reported, sent, returned",
     "whoever": "the rank that",
 }
-"""Words that are not used, with what to write in their place."""
+"""Words that are not used, with their replacements."""
 _WORD = re.compile(rf"(?<![\w`'-])({'|'.join(map(re.escape, WORDS))})(?![\w'-])", re.IGNORECASE)
 _QUANTITY = re.compile(r"\b(?:so|as|that) (?:many|much|long|few)\b(?! as)", re.IGNORECASE)
 _HEADLESS = re.compile(
@@ -107,7 +107,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Finding:
-    """``what`` a rule found in a text."""
+    """A violation of a rule. ``what`` is the word or clause, or a description."""
 
     path: str
     line: int
@@ -143,7 +143,7 @@ def _docstrings(node: ast.AST) -> Iterator[tuple[ast.Expr, ast.stmt | None]]:
 
 
 def _messages(path: str, tree: ast.Module, docs: set[int]) -> Iterator[Text]:
-    """Texts of errors, logs and help: constants of three words or more."""
+    """Yield texts of errors, logs and help: constants of three words or more."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and _is_text(node) and id(node) not in docs:
             text = str(node.value)
@@ -196,7 +196,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def findings(text: Text) -> Iterator[Finding]:
-    """Yield what the rules find in a text."""
+    """Yield the violations of the rules in a text."""
 
     def found(rule: str, what: str) -> Finding:
         return Finding(text.path, text.line, rule, what)
@@ -234,7 +234,7 @@ def _is_there(name: str, near: str) -> bool:
 
 
 def packed(path: str, source: str) -> Iterator[Finding]:
-    """Yield assignments of several values to as many names that are no pair."""
+    """Yield assignments of several values to several names, except pairs."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=values)) if len(
@@ -250,7 +250,7 @@ def _is_swap(names: list[ast.expr], values: list[ast.expr]) -> bool:
 
 
 def part_of(path: str) -> str:
-    """Return the part of the repository whose numbers of findings a file belongs to."""
+    """Return the part of the repository to which a file's findings are counted."""
     top = path.split("/")[0]
     if top in PRODUCT or path.startswith("src/tandem"):
         return "product"
@@ -271,7 +271,8 @@ def tracked(paths: Iterable[str]) -> list[str]:
 
 
 def check(files: Iterable[str]) -> tuple[list[Finding], int, int]:
-    """Return all findings, and how many docstrings and comments there are and have one."""
+    """Return all findings, the number of docstrings and comments, and how many of them have a
+    finding."""
     all_found = list[Finding]()
     num_texts = 0
     num_hit = 0

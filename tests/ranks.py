@@ -1,4 +1,4 @@
-"""Several ranks in one process: a thread each, real gloo between them."""
+"""Several ranks in one process: one thread for each, with real gloo between them."""
 
 import threading
 from collections.abc import Callable
@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 
 
 def on_ranks(num_ranks: int, work: Callable[[Collectives], Result]) -> list[Result]:
-    """What ``work`` gives on each rank; the first error of any is raised. A rank whose work has
-    ended waits for the others before it leaves."""
+    """Run ``work`` on each rank and return the results; raise the first error. A rank that has
+    finished waits for the others before it leaves."""
     store, done = dist.HashStore(), threading.Barrier(num_ranks)
 
     def run(rank: int) -> Result:

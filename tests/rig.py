@@ -1,4 +1,5 @@
-"""A whole cluster without Ray: real nodes, real channels and frames, one process, one loop."""
+"""A whole cluster without Ray: real nodes, channels and frames in one process and one event
+loop."""
 
 import asyncio
 import secrets
@@ -30,17 +31,17 @@ from tandem.text.tokenizer import Tokenizer
 
 Rank = PrefillRank | DecodeRank | colocated.ColocatedRank
 _epochs = count(100)
-"""Of all rigs: an epoch, and so a rank's name, never repeats."""
+"""Epochs of all rigs. An epoch, and so a rank's name, never repeats."""
 SPARED = ["speculation.profile_at_startup=false"]
-"""A rank that measures steps computes longer than most answers here."""
+"""Options of every rig. Profiling at startup would take longer than most answers here."""
 
 
 _loaded: dict[tuple[CheckpointConfig, SpeculationConfig, bool], LoadedModel] = {}
 
 
 def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:
-    """As load_model, but ranks of this process that hold all experts share the weights: nothing
-    writes to them."""
+    """Load a model as load_model does, but share the weights between ranks that hold all experts.
+    No rank writes to them."""
     key = config.model, config.speculation, kind == PREFILL
     section = config.of_kind(kind)
     assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
@@ -57,7 +58,7 @@ def load_resident_model(spec: RankSpec, config: TandemConfig) -> parts.ResidentM
 
 
 class LocalMembers:
-    """The membership of ranks in this process, told by hand."""
+    """A membership of the ranks in this process, which the test sets."""
 
     def __init__(self) -> None:
         self.membership = Membership((1, 0), proof_key=secrets.token_bytes(32))
@@ -66,7 +67,7 @@ class LocalMembers:
         self._changed = asyncio.Event()
 
     def add(self, *ranks: Rank) -> None:
-        """A gang."""
+        """Add a gang of these ranks."""
         spec = ranks[0].spec
         for rank in ranks:
             self.controls[rank.spec.epoch_name] = InProcessControl(rank.handle, spec.epoch)
@@ -102,7 +103,7 @@ class LocalMembers:
 
 @dataclass
 class Rig:
-    """The parts of a running cluster, for tests to look into."""
+    """The parts of a running cluster, for tests to inspect."""
 
     config: TandemConfig
     members: LocalMembers
@@ -110,10 +111,10 @@ class Rig:
     prefills: list[PrefillRank] = field(default_factory=list)
     decodes: list[DecodeRank] = field(default_factory=list)
     begun: dict[str, AnswerGroup] = field(default_factory=dict)
-    """By ``generate``, by their request ids."""
+    """Answers that ``generate`` has started, by request id."""
 
     async def start(self, *specs: RankSpec) -> list[Rank]:
-        """One more gang, known to every gateway from now on."""
+        """Start one more gang and make it known to every gateway."""
         hub = PlannerServer(len(specs), "127.0.0.1") if len(specs) > 1 else None
         ranks = await asyncio.gather(*(self._start(spec, hub) for spec in specs))
         for rank in ranks:
@@ -139,14 +140,14 @@ class Rig:
         return await parts.start_rank(builder[spec.kind], spec, memory, **more)
 
     async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """As a server has it answered."""
+        """Answer a request as the server does."""
         streams = self.begun[request.request_id] = self.gateway.start_answers(request)
         async with aclosing(streams.pieces()) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def complete(self, request: Request) -> tuple[list[int], str, Finished]:
-        """Token ids, text and the last message of one request."""
+        """Return the token ids, the text and the last message of one request."""
         ids: list[int] = []
         text = ""
         async with aclosing(self.generate(request)) as pieces:
@@ -159,7 +160,7 @@ class Rig:
         raise AssertionError("the stream ended without a Finished")
 
     async def settle(self) -> None:
-        """Wait until releases that go on in the background are done."""
+        """Wait until background releases are done."""
         for decode in self.decodes:
             await decode.kv_receiver.idle()
         for prefill in self.prefills:
@@ -169,7 +170,7 @@ class Rig:
             await rank.loop.call(lambda: None)
 
     async def check_empty(self) -> None:
-        """Nothing of any request is left anywhere; channels stay, they are warm."""
+        """Check that no part holds anything of any request. Channels stay open."""
         await self.settle()
         for prefill in self.prefills:
             counts = prefill.source.counts()
@@ -191,7 +192,7 @@ class Rig:
 
 @asynccontextmanager
 async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
-    """Start the nodes that ``--set`` items ask for over the checkpoint in ``path``."""
+    """Start the nodes that ``--set`` items select, over the checkpoint in ``path``."""
     config = load(None, [f"model.path={path}", "model.dtype=float32", *SPARED, *sets])
     cluster = Rig(config, LocalMembers())
     async with AsyncExitStack() as stack:
@@ -203,13 +204,13 @@ async def rig(path: Path, *sets: str) -> AsyncIterator[Rig]:
 
 
 async def stop_all(ranks: Sequence[Rank]) -> None:
-    """Of a gang: as soon as one has stopped the others' life is over."""
+    """Stop the ranks of a gang together: the epoch is over for all once one has stopped."""
     await asyncio.gather(*(rank.stop() for rank in ranks))
 
 
 @asynccontextmanager
 async def gateway(cluster: Rig) -> AsyncIterator[ClusterGateway]:
-    """One more gateway of the cluster, warm."""
+    """Start another gateway of the cluster and wait until it is warm."""
     made = ClusterGateway(cluster.config, Tokenizer(cluster.config.model.path), cluster.members)
     try:
         await made.fleet.wait_until_warm()

@@ -1,4 +1,4 @@
-"""A cluster behind real gRPC whose engines are held, one request decoding in it."""
+"""A cluster behind real gRPC, with gated engines and one request that is decoding."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ OTHER = "other"
 
 @dataclass
 class Stream:
-    """A request as its client follows it."""
+    """A request from its client's point of view."""
 
     ids: list[int]
     task: "asyncio.Task[str]"
@@ -37,7 +37,7 @@ class Stream:
 
 
 async def _follow(call: Any, tokens: list[int]) -> str:
-    """How the stream ends: a finish reason, or the name of its gRPC status."""
+    """Return how the stream ends: a finish reason, or the name of its gRPC status."""
     reason = ""
     try:
         async for response in call:
@@ -54,7 +54,7 @@ async def _follow(call: Any, tokens: list[int]) -> str:
 
 @dataclass
 class Scene:
-    """A cluster whose engines are held, one request decoding in it."""
+    """A cluster with gated engines and one request that is decoding."""
 
     cluster: Rig
     server: Server
@@ -74,7 +74,7 @@ class Scene:
         timeout_s: float | None = None,
         num_answers: int = 1,
     ) -> None:
-        """Send a request of this id and follow its stream from now on."""
+        """Send a request with this id and follow its stream."""
         message = build_request(
             ids,
             {"request_id": name, "max_tokens": max_tokens, "ignore_eos": True, "max_drafts": 1},
@@ -95,7 +95,7 @@ class Scene:
         return any(identity.request_id == name for each in held for identity in each)
 
     def waits(self, name: str) -> bool:
-        """Whether it queues for a decode row."""
+        """Whether the request queues for a decode row."""
         queue = self.cluster.decodes[0].engine.scheduler.queue
         return any(i.request_id == name for i in (*queue.resumed, *queue.new))
 
@@ -104,7 +104,7 @@ class Scene:
         return any(identity.request_id == name for identity in sequences)
 
     def has_begun(self, name: str) -> bool:
-        """Whether its KV comes into the row that it was granted, or has come."""
+        """Whether the KV transfer into the request's decode row has started or finished."""
         [decode] = self.cluster.decodes
         held = decode._arrivals, decode.engine.scheduler.running
         return any(name == one.identity.request_id for one in held[1]) or any(
@@ -112,7 +112,7 @@ class Scene:
         )
 
     def on_decode(self, name: str, num: int = 1) -> bool:
-        """Whether the decode node holds anything of at least so many answers of a request."""
+        """Whether the decode node holds anything of at least ``num`` answers of a request."""
         [decode] = self.cluster.decodes
         scheduler = decode.engine.scheduler
         held = (
@@ -123,12 +123,12 @@ class Scene:
         return len({identity.answer for identity in found}) >= num
 
     def is_answered(self, name: str) -> bool:
-        """Whether the gateway has begun to, and somebody reads it."""
+        """Whether the gateway has started the answer and its stream is being read."""
         stream = self.server._streams.get(name)
         return stream is not None and stream.answers is not None
 
     def is_held(self, name: str) -> bool:
-        """Whether gateway or nodes hold anything of a request."""
+        """Whether the gateway or a node holds anything of a request."""
         [handle] = self.cluster.gateway.fleet.of_kind("decode")
         return (
             self.is_answered(name)
@@ -138,7 +138,7 @@ class Scene:
         )
 
     def answer(self) -> None:
-        """Give a step to each engine that somebody waits for."""
+        """Give a step to each engine for whose step a call waits."""
         for gate in (self.prefill, self.decode):
             gate.answer()
 
@@ -149,7 +149,7 @@ class Scene:
         self.answer()
 
     def yield_thread(self) -> None:
-        """Colocated engines step by turns: nothing is prefilled while a decode step is held."""
+        """Give a decode step if it blocks prefill: colocated engines take turns on one thread."""
         [prefill], [decode] = self.cluster.prefills, self.cluster.decodes
         if prefill.loop is decode.loop and prefill.engine.has_work() and self.decode.is_held:
             self.decode.give()
@@ -160,7 +160,7 @@ class Scene:
             self.decode.give()
 
     async def end(self, name: str, way: str) -> None:
-        """End a request by one of the three ways; its deadline was set when it was sent."""
+        """End a request in one of three ways. A deadline was set when the request was sent."""
         stream = self.streams[name]
         if way == "drop":
             stream.task.cancel()

@@ -1,9 +1,9 @@
 """Count the statements of the product and list the files of its spine.
 
-A statement is an AST statement node of shipped Python, Triton included. A docstring is none. A
-tuple that is assigned to a tuple of names counts once for each of its values, so that packing
-assignments into one line gains nothing. Generated code, the load generator (``cluster/bench``), C++
-and .proto files are not counted.
+A statement is an AST statement node of shipped Python, Triton included. Docstrings do not count. A
+tuple assigned to a tuple of names counts once for each value, so that packing assignments into one
+line gains nothing. Generated code, the load generator (``cluster/bench``), C++ and .proto files are
+not counted.
 """
 
 import ast

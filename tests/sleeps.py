@@ -1,15 +1,14 @@
-"""Which tests wait for time to pass instead of for what they want: ``python -m tests.sleeps``.
+"""Find tests that wait for time to pass instead of for a condition: ``python -m tests.sleeps``.
 
-Three things make a test fail on a faster or a slower machine than the one it was written on:
+Three things make a test fail on a faster or slower machine:
 
 - a sleep (of more than 0) outside of waiting.py, which polls until a condition holds;
-- a bound of less than LEAST_S on what the test waits for;
-- an assertion about seconds that a clock has counted.
+- a timeout of less than LEAST_S for the event that the test waits for;
+- an assertion about seconds measured by a clock.
 
-Each is listed. Where time is what a test is about, or nothing that it asserts depends on how long
-it was, a comment on one of its lines (or the one above) says why: ``# time: WHY``. All others are
-to be mended: wait for an event, count steps, or hold an engine in the middle of its work
-(gates.py).
+Each is listed. Some tests are about time, or assert nothing that depends on the duration. There a
+comment on one of the lines (or the one above) says why: ``# time: WHY``. Fix all others: wait for
+an event, count steps, or hold an engine in the middle of its work (gates.py).
 """
 
 import ast
@@ -22,9 +21,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 LEAST_S = 20.0
-"""Only what hangs takes so long, on the slowest machine."""
+"""Minimum timeout: on the slowest machine, only a hang takes longer."""
 WAITS = {"wait", "wait_for", "join", "result", "exception", "timeout", "communicate"}
-"""Methods and functions that a bound may be given to, by position or as one of BOUNDS."""
+"""Methods and functions that take a timeout, by position or as one of BOUNDS."""
 BOUNDS = {"timeout", "timeout_s"}
 CLOCKS = {"monotonic", "perf_counter", "time"}
 WHY = re.compile(r"# time: (\S.*)")
@@ -44,7 +43,7 @@ class Found:
 
 
 def number(node: ast.expr, values: Values) -> float | None:
-    """What an expression of literals and module-level numbers amounts to."""
+    """Return the value of an expression of literals and module-level numbers (None: no number)."""
     try:
         code = compile(ast.Expression(node), "bound", "eval")
         value = eval(code, {"__builtins__": {}}, dict(values))
@@ -55,7 +54,7 @@ def number(node: ast.expr, values: Values) -> float | None:
 
 
 def constants(tree: ast.Module, folder: Path = TESTS) -> Values:
-    """Numbers that a module names, its own and those of other test files."""
+    """Return the module-level numbers of a file, including those imported from other test files."""
     values: Values = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tests."):
@@ -94,7 +93,8 @@ def _name(call: ast.Call) -> str:
 
 
 def _reads_clock(node: ast.AST) -> bool:
-    """Of a module: an object's own ``time()`` is no clock."""
+    """Whether the node calls a clock of the ``time`` module. An object's own ``time()`` is no
+    clock."""
     return any(
         isinstance(one, ast.Call)
         and isinstance(one.func, ast.Attribute)
@@ -110,7 +110,7 @@ def _sleeps(call: ast.Call, values: Values) -> bool:
 
 
 def _is_short(call: ast.Call, values: Values) -> bool:
-    """Whether it is given a bound above 0 and below LEAST_S."""
+    """Whether the call is given a timeout above 0 and below LEAST_S."""
     given = [keyword.value for keyword in call.keywords if keyword.arg in BOUNDS]
     if isinstance(call.func, ast.Attribute) and call.func.attr in WAITS:
         given += call.args[:2]
@@ -119,7 +119,7 @@ def _is_short(call: ast.Call, values: Values) -> bool:
 
 
 def _clocked(function: ast.AST) -> set[str]:
-    """Names that stand for what a clock said in it."""
+    """Return the names in the function that hold values read from a clock."""
     names: set[str] = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and _reads_clock(node.value):
@@ -152,7 +152,7 @@ def _asserts_seconds(function: ast.AST) -> Iterator[ast.Assert]:
 
 
 def _in_texts(tree: ast.Module, lines: list[str], where: str) -> Iterator[Found]:
-    """Sleeps of programs that a test keeps as text: those of several lines."""
+    """Yield sleeps in programs that a test holds as text of several lines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" in node.value:
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):

@@ -1,9 +1,9 @@
-"""A small random checkpoint that speaks the shipped one's tokens and drafts well.
+"""A small random checkpoint with the shipped tokenizer and a good drafter.
 
-For tests of the whole path of a request, where nothing depends on what is written: a step costs
-a third of the shipped checkpoint's. The MTP layer is the last main layer over again, on
-nearly the same input, so that most drafts are right and yet depend on the whole context, as all
-tokens do: nothing that is wrong in a cache goes unseen.
+For tests of the whole path of a request in which the text does not matter. A step costs a third of
+the shipped checkpoint's. The MTP layer repeats the last main layer on nearly the same input. So
+most drafts are right, and yet they depend on the whole context, as all tokens do. Any wrong cache
+entry therefore changes the output.
 """
 
 import shutil
@@ -18,8 +18,8 @@ from tandem.core.config import TINY_MODEL
 SIZES = {"vocab_size": 2048, "num_hidden_layers": 2, "max_position_embeddings": 1024}
 FIRST, LAST = (f"model.layers.{i}." for i in range(2))
 UNLIKE = 0.02
-"""How much of its input the MTP layer does not know: the first layer, which it lacks, adds so much
-to the embeddings, and it adds so much of the hidden state to them."""
+"""Share of its input that the MTP layer does not see. The first layer, which MTP lacks, adds this
+share to the embeddings; MTP adds this share of the hidden state to them."""
 
 
 def write_small(folder: Path, num_mtp_layers: int = 1) -> None:

@@ -133,7 +133,8 @@ FOLDERS: dict[str, tuple[str, Json, Json]] = {
         {"tokenizer_class": "LlamaTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"},
     ),
 }
-"""Source, changes to tokenizer.json and to tokenizer_config.json (None removes) of each folder."""
+"""Source of each folder, and its changes to tokenizer.json and tokenizer_config.json (None
+removes)."""
 
 
 def write_folder(path: Path, name: str) -> Path:

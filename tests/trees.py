@@ -1,5 +1,5 @@
-"""Drafters of trees, for tests: scripted ones, and MTP's chain hidden in a tree of another shape in
-each row and step."""
+"""Tree drafters for tests: a scripted tree, and MTP's chain hidden in a tree whose shape changes by
+row and step."""
 
 from itertools import product
 
@@ -17,12 +17,12 @@ Parents = tuple[int, ...]
 
 
 def shapes(num_nodes: int) -> list[Parents]:
-    """Of every tree of so many drafts, the parents of nodes 1 .."""
+    """Return the parents of nodes 1, 2, ... for every tree of ``num_nodes`` drafts."""
     return list(product(*(range(node) for node in range(1, num_nodes + 1))))
 
 
 def path_to(parents: Parents, node: int) -> list[int]:
-    """The nodes down to this one, without node 0."""
+    """Return the nodes on the path from the root to ``node``, without node 0."""
     path = []
     while node:
         path.append(node)
@@ -36,8 +36,8 @@ def level_of(parents: Parents, is_dynamic: bool = False) -> DraftShape:
 
 
 class ScriptedTree(NoDrafter):
-    """The right tokens on the path to each of ``ends`` in turns, wrong ones elsewhere; of one row,
-    whose ``answer`` comes behind ``num_prompt`` tokens."""
+    """Drafts the right tokens on the path to each of ``ends`` in turn, and wrong ones elsewhere.
+    Handles one row, whose ``answer`` follows ``num_prompt`` prompt tokens."""
 
     name = "scripted tree"
 
@@ -74,8 +74,8 @@ class ScriptedTree(NoDrafter):
 
 
 class HiddenChain(MtpDrafter):
-    """MTP's drafts at some nodes of a tree whose other nodes are any tokens at any places; twins of
-    the right ones among them."""
+    """Places MTP's drafts at some nodes of a tree. Other nodes hold random tokens at random places,
+    also copies of the right ones."""
 
     name = "hidden chain"
     num_nodes, num_chain = 9, 3
@@ -105,7 +105,8 @@ class HiddenChain(MtpDrafter):
 
 
 def hidden(chain_BC: Tensor, seed_B: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Tokens and parents [B, N] of a tree that has the chain at nodes which the seeds choose."""
+    """Return tokens and parents [B, N] of a tree that has the chain at nodes chosen by the
+    seeds."""
     num_rows, num_chain = chain_BC.shape
     node_N = torch.arange(1, num_nodes + 1)
     mixed_BN = (seed_B.unsqueeze(1) * 7919 + node_N * 104729) % 10007

@@ -1,4 +1,4 @@
-"""What every kind of acceptance makes of known drafts, and where thinking begins and ends."""
+"""Result of every kind of acceptance for known drafts, and the start and end of thinking."""
 
 import random
 import shutil
@@ -29,7 +29,7 @@ BEGIN, END = THINK = (6, 7)
 VOCAB = 8
 GREEDY = SamplingParams()
 SPREAD = [0.40, 0.30, 0.15, 0.10, 0.05, 0.0, 0.0, 0.0]
-"""Token i is the (i + 1)-th likeliest; the last three cannot be."""
+"""Probabilities: token i is the (i + 1)-th most likely; the last three are impossible."""
 TIED = [0.1, 0.25, 0.25, 0.25, 0.15, 0.0, 0.0, 0.0]
 ENDING = [0.40, 0.20, 0.0, 0.0, 0.0, 0.0, 0.10, 0.30]
 
@@ -56,7 +56,7 @@ def relaxed(
     kind: str = RELAXED,
     limit: int = 9,
 ) -> list[int]:
-    """Tokens that one row emits."""
+    """Return the tokens that one row emits."""
     known = greedy_evidence(
         torch.tensor([places]).log(), torch.tensor([drafts]), torch.tensor([limit])
     )
@@ -102,7 +102,7 @@ def test_of_equally_likely_tokens_the_lower_id_ranks_first(
 
 
 def test_delta_on_log_probabilities_is_another_rule() -> None:
-    """log 0.4 - log 0.05 = 2.08; 0.4 - 0.05 = 0.35."""
+    """Check both rules around log 0.4 - log 0.05 = 2.08 and 0.4 - 0.05 = 0.35."""
     for kind, delta, passes in (
         (RELAXED, 0.36, True),
         (RELAXED_LOG_PROBS, 0.36, False),
@@ -143,7 +143,8 @@ def test_thinking_may_begin_inside_a_chain() -> None:
 
 @pytest.mark.parametrize("kind", [RELAXED, RELAXED_LOG_PROBS])
 def test_top_1_and_delta_0_are_strict(kind: str) -> None:
-    """Also with ties, which argmax and rank have to break alike."""
+    """Both kinds equal strict acceptance, also with ties, which argmax and rank must break
+    identically."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randint(0, 4, (3000, 4, VOCAB), generator=g).float()
     drafts = logits[:, :3].argmax(2)
@@ -158,7 +159,7 @@ def test_top_1_and_delta_0_are_strict(kind: str) -> None:
 
 
 def test_phases_are_those_of_the_tokens_so_far() -> None:
-    """Over random texts: the tensor form of a step equals reading the whole text."""
+    """Over random texts, the tensor form of a step equals reading the whole text."""
     rng = random.Random(1)
     texts = [[rng.choice((1, 2, BEGIN, END)) for _ in range(4)] for _ in range(300)]
     prompts = [[rng.choice((1, 2, BEGIN, END)) for _ in range(2)] for _ in texts]
@@ -192,7 +193,7 @@ def test_kinds_are_those_of_the_proto() -> None:
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_a_step_neither_waits_for_the_host_nor_changes_shapes(num_drafts: int) -> None:
-    """Tensors without values: whatever looked at one would fail."""
+    """Run a step on meta tensors, where reading a value would fail."""
     with torch.device("meta"):
         ids_B = torch.zeros(4, dtype=torch.int64)
         rows = sampling_rows(SamplingParams(temperature=1.0), ids_B)

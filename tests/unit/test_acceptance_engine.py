@@ -46,7 +46,7 @@ def ask(name: str, prompt: tuple[int, ...], max_tokens: int, **how: object) -> R
 
 
 def exact_shares(folder: Path, top_k: int, length: int) -> dict[tuple[int, ...], float]:
-    """Probability of every answer of ``length`` tokens, by transformers' logits."""
+    """Return the probability of every answer of ``length`` tokens, from transformers' logits."""
     shares: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer = {}
@@ -80,7 +80,8 @@ def test_rejection_draws_from_the_models_own_distribution(
 
 
 def test_answers_over_trees_have_the_models_own_distribution(folder: Path) -> None:
-    """Strict ones, of drafts that know the noise by which tokens are chosen."""
+    """Strict acceptance keeps the distribution although drafts are sampled with the same noise as
+    tokens."""
     loaded = load(folder, "speculation.max_tree_nodes=6", "speculation.max_depth=2")
     num_answers, length, top_k = 900, 4, 2
     told: list[tuple[int, ...]] = []
@@ -141,7 +142,8 @@ def test_greedy_rejection_and_tight_relaxed_are_strict(loaded: LoadedModel) -> N
 def test_relaxed_accepts_more_while_the_model_thinks(
     loaded: LoadedModel, prompt: tuple[int, ...], thinks: bool
 ) -> None:
-    """The start phase is the last marker's; the answer itself may end it."""
+    """The last marker of the prompt decides the phase at the start; the answer itself may end
+    it."""
     strict_bench, relaxed_bench = Bench(loaded), Bench(loaded)
     [strict] = answers(strict_bench, [ask("r", prompt, 60)])
     loose = {"acceptance": RELAXED, "relaxed_top_n": 96, "relaxed_delta": 1.0}

@@ -1,4 +1,4 @@
-"""Expert placement: EPLB's own example, and what holds for every load."""
+"""Expert placement: the example of EPLB's README, and properties that hold for every load."""
 
 import random
 from collections import Counter
@@ -16,14 +16,14 @@ EXAMPLE_LE = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
 ]
-"""Of EPLB's README: 12 experts in 4 groups, 16 slots on 8 ranks of 2 machines."""
+"""Example of EPLB's README: 12 experts in 4 groups, 16 slots on 8 ranks of 2 machines."""
 
 Case = tuple[list[list[int]], int, int, int, int]
 
 
 @st.composite
 def cases(draw: st.DrawFn, hierarchical: bool = False) -> Case:
-    """Arguments of rebalance, skewed counts, ties and zeros among them."""
+    """Draw arguments of rebalance, with skewed counts, ties and zeros."""
     num_machines = draw(st.integers(2 if hierarchical else 1, 3))
     num_ranks = num_machines * draw(st.integers(1, 3))
     num_groups = draw(st.integers(1, 6))
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn, hierarchical: bool = False) -> Case:
 
 
 def loads_of(counts_E: list[int], placement: Placement, layer: int) -> list[list[Fraction]]:
-    """Of each rank the loads of its slots, written apart from what is under test."""
+    """Return the loads of each rank's slots, independently of the code under test."""
     copies = Counter(placement.slot_experts[layer])
     return [
         [Fraction(counts_E[e], copies[e]) for e in placement.experts_of_rank(layer, rank)]
@@ -83,7 +83,8 @@ def test_a_group_stays_on_one_machine_and_machines_have_equally_many(case: Case)
 
 @given(cases())
 def test_ranks_of_a_machine_differ_by_at_most_the_heaviest_slot(case: Case) -> None:
-    """All that the greedy packing guarantees: the next test has a case worse than plain."""
+    """The greedy packing guarantees no more: the next test has a case worse than the plain
+    placement."""
     counts_LE, _, num_groups, num_machines, num_ranks = case
     placement = rebalance(*case)
     width = num_ranks if num_groups % num_machines else num_ranks // num_machines
@@ -113,7 +114,7 @@ def test_more_slots_never_make_the_heaviest_heavier(case: Case) -> None:
 
 @given(cases(), st.data())
 def test_no_other_replication_has_a_lighter_heaviest_slot(case: Case, data: st.DataObject) -> None:
-    """On one machine; among the others is the plain placement."""
+    """Compare with random replications on one machine, and with the plain placement."""
     (counts_E, *_), num_slots, *_, num_ranks = case
     best = heaviest_slot(counts_E, rebalance([counts_E], num_slots, 1, 1, num_ranks), 0)
     num_experts, num_redundant = len(counts_E), num_slots - len(counts_E)

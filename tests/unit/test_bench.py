@@ -1,4 +1,4 @@
-"""The load generator's arithmetic: arrivals, workloads, statistics, the model of drafting."""
+"""Calculations of the load generator: arrivals, workloads, statistics, the model of drafting."""
 
 import io
 import json
@@ -32,7 +32,8 @@ MODEL = ModelInfo("tiny", "DeepseekV3ForCausalLM", 200, 20, (3, 7), 3, True, "fl
 def answer(
     num_tokens: int = 7, num_steps: int = 3, num_drafts: int = 3, accepted: tuple[int, ...] = (2, 1)
 ) -> Finished:
-    """``num_steps`` steps of ``num_drafts`` drafts over a prompt of 10 tokens, 4 cached."""
+    """Return an answer of ``num_steps`` steps with ``num_drafts`` drafts; 4 of 10 prompt tokens
+    were cached."""
     drafted = (num_steps,) * num_drafts
     counts = SpeculationCounts(num_steps, sum(drafted), sum(accepted), accepted, 0, drafted)
     stats = TransferStats(1000, 10, "gloo", 0.5)
@@ -40,7 +41,7 @@ def answer(
 
 
 def record(*gaps_ms: float, tokens: int = 1, due_s: float = 0.0, steps: int = 3) -> Record:
-    """Messages of ``tokens`` tokens but the first; sent 10 ms after it was due."""
+    """Return a request sent 10 ms late. All messages but the first have ``tokens`` tokens."""
     at_s, messages = due_s, []
     for i, gap in enumerate(gaps_ms):
         at_s += gap / 1e3
@@ -83,7 +84,7 @@ def test_arrivals_are_a_function_of_the_seed() -> None:
     [(0.6, 2, 1.96), (0.7, 3, 2.533), (0.8, 2, 2.44), (0.8, 5, 3.68928), (0.9, 10, 6.86189404)],
 )
 def test_published_values(share: float, num_drafts: int, length: float) -> None:
-    """Leviathan et al. 2023, table 1, where drafts are free."""
+    """Values of table 1 of Leviathan et al. 2023, where drafts are free."""
     assert speculation.expected_length(share, num_drafts) == pytest.approx(length, rel=1e-4)
     closed_form = (1 - share ** (num_drafts + 1)) / (1 - share)
     assert speculation.speedup(share, num_drafts, 0.0) == pytest.approx(closed_form)
@@ -170,7 +171,7 @@ def test_nothing_sent_gives_nothing_but_no_error() -> None:
 
 
 def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
-    """Two requests with 3 drafts and one with 1: position 1 was drafted in 10 steps."""
+    """Two requests draft 3 tokens and one drafts 1, so position 1 was drafted in 10 steps."""
     answers = [answer(9, 4, 3, (3, 1, 0)), answer(5, 2, 3, (1, 1, 0)), answer(7, 4, 1, (2,))]
     records = [Record(0.0, 0.0, 1.0, (), one) for one in answers]
     failed = Record(0.0, 0.0, 1.0, (), answer(99, 1, 3, (1, 1, 1)), "INTERNAL: x")
@@ -180,7 +181,7 @@ def test_acceptance_divides_by_what_was_drafted_at_each_position() -> None:
     assert found.first == pytest.approx(0.6)
     assert found.accepted_length == pytest.approx((8 + 4 + 6) / 10)
     assert found.fitted == pytest.approx(speculation.fitted_acceptance(1.8, 3))
-    # Position 2 was tried behind 3 and 1 accepted drafts, position 3 behind 1 and 1.
+    # Position 2 was tried after 3 and 1 accepted drafts, position 3 after 1 and 1.
     assert found.alpha == pytest.approx(8 / (10 + 4 + 2))
 
 
@@ -209,7 +210,7 @@ def test_answers_without_steps_or_drafts_have_no_acceptance() -> None:
 
 
 def test_the_model_stands_beside_the_measurement() -> None:
-    """Steps of 10 ms without drafts; of 13 ms with 3, in which 2 tokens come at a time."""
+    """Compare steps of 10 ms without drafts and steps of 13 ms with 3 drafts and 2 tokens each."""
     plain = replace(record(5, *[10] * 4), finished=answer(5, 4, 0, ()))
     drafted = replace(record(5, *[13] * 4, tokens=2), finished=answer(9, 4, 3, (3, 1, 0)))
     arms = [arm_of(0, [Run((plain,), 0)], Slo()), arm_of(3, [Run((drafted,), 0)], Slo())]
@@ -415,7 +416,8 @@ async def test_what_is_compared_is_checked_before_any_cluster_begins() -> None:
 
 
 def test_the_fastest_is_named_with_what_asks_for_it() -> None:
-    """By time per token, though it has longer steps; one that answered nothing is the slowest."""
+    """The fastest arm is chosen by time per token, not by step time. An arm without answers comes
+    last."""
     plain, drafting = record(0, 1000, 1000), record(0, 1500, tokens=3)
     found = []
     for keys, records in (("drafter=none", [plain]), ("drafter=mtp", [drafting]), ("a=b", [])):

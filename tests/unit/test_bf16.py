@@ -1,5 +1,5 @@
-"""What bf16 costs the shipped checkpoint's logits, in every form that computes them; and that one
-stale entry of the cache costs more.
+"""Error of the shipped checkpoint's logits in bf16, for each way of computing them. One stale cache
+entry causes a larger error.
 
 Shape legend: T tokens, V vocabulary.
 """
@@ -21,8 +21,8 @@ from tests.often import often
 
 PAGE_SIZE, NUM_PROMPT, NUM_ALL = 16, 48, 96
 BOUND = 0.012
-"""Root mean square of what bf16 changes in the logits of a place, by their standard deviation; of
-the median place, since where two experts are as good as each other rounding may choose one."""
+"""Bound on the RMS error of bf16 logits at the median place, divided by their standard deviation.
+The median is used because rounding may choose another expert where two are nearly tied."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def caches_of(loaded: LoadedModel) -> tuple[Caches, list[int]]:
 
 
 def prompt_logits(loaded: LoadedModel, ids: list[int], chunk: int) -> Tensor:
-    """[T, V] of packed chunks, as prefill computes them."""
+    """Return the logits [T, V] of packed chunks, computed as in prefill."""
     caches, pages = caches_of(loaded)
     found = []
     for lo in range(0, len(ids), chunk):
@@ -48,8 +48,8 @@ def prompt_logits(loaded: LoadedModel, ids: list[int], chunk: int) -> Tensor:
 def text_logits(
     loaded: LoadedModel, ids: list[int], width: int, recorded: bool, stale: int | None = None
 ) -> Tensor:
-    """[T, V] of the places behind the prompt, ``width`` at a time, as decode computes them. The
-    entry of slot ``stale`` is replaced by an older one's."""
+    """Return the logits [T, V] of the places after the prompt, ``width`` at a time, computed as in
+    decode. If ``stale`` is given, the entry of that slot is replaced by an older one."""
     caches, pages = caches_of(loaded)
     prompt = pack_segments([Segment(ids[:NUM_PROMPT], 0, pages)], PAGE_SIZE, loaded.device)
     loaded.network(prompt, caches)
@@ -73,7 +73,7 @@ def text_logits(
 
 
 def error(got_TV: Tensor, wanted_TV: Tensor) -> float:
-    """Of the median place."""
+    """Return the relative RMS error of the median place."""
     return float(((got_TV - wanted_TV).square().mean(-1).sqrt() / wanted_TV.std(-1)).median())
 
 

@@ -1,4 +1,5 @@
-"""What is captured beside a step's other work, with a stand-in for streams: no GPU is here."""
+"""Capture of work that runs in parallel to a step's main stream, with a stand-in for CUDA
+streams."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from tandem.model.kernels.gpu.kernels import TritonKernels
 
 
 class Streams:
-    """What was called, in order."""
+    """Records the calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

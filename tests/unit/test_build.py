@@ -1,4 +1,5 @@
-"""The kernels' compiler, which is waited for as long as it computes: a script stands in for it."""
+"""Waiting for the kernels' compiler while it makes progress, with a script in place of the
+compiler."""
 
 import os
 import signal
@@ -42,7 +43,7 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 class Building:
-    """Kernels being built on a thread; ``told`` is what was heard of it."""
+    """A build of kernels on a thread. ``told`` holds the progress that it has reported."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self.told: list[tuple[str, float]] = []
@@ -51,12 +52,12 @@ class Building:
         self.done = pool.submit(context.run, build.build_library)
 
     def moves(self) -> None:
-        """Returns when it has got on."""
+        """Wait until the build reports progress."""
         last = self.told[-1]
         wait_until(lambda: self.told[-1] != last)
 
     def stands(self, num: int) -> None:
-        """Asserts that it is said so often that it has not got on."""
+        """Wait for ``num`` reports without progress."""
         wait_until(lambda: len(self.told) > 1 and self.told[-1] == self.told[-2])
         at = len(self.told)
         wait_until(lambda: len(self.told) >= at + num)
@@ -98,7 +99,7 @@ def test_who_waits_for_the_lock_tells_who_has_it_and_gets_on_with_it(folder: Pat
 
 
 def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
-    """Its compiler goes on for nobody; the next one begins its own."""
+    """The killed process's compiler keeps running, but the next process starts a new one."""
     other = subprocess.Popen([sys.executable, "-c", BUILD], stdout=subprocess.PIPE)
     wait_until((folder / "pid").exists)
     with ThreadPoolExecutor() as pool:
@@ -112,7 +113,7 @@ def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
 
 
 def test_a_library_that_was_cut_short_or_touched_is_built_again(folder: Path) -> None:
-    """A truncated one would end every process that loads it by SIGBUS."""
+    """A truncated library would kill every process that loads it with SIGBUS."""
     (folder / "end").touch()
     library = build.build_library()
     digest = library.with_suffix(build.DIGEST_SUFFIX)

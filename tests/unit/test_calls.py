@@ -1,4 +1,4 @@
-"""Calls over a connection of their own: many at a time, to one life, and only with its token."""
+"""Calls over a separate connection: concurrent, to one epoch, and only with its token."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ EPOCH = 2**40
 
 
 class Answers:
-    """A rank that says what it was asked, "slow" only once it ``may``."""
+    """A rank that echoes each call. It answers "slow" once ``may`` is set."""
 
     def __init__(self) -> None:
         self.may, self.ended = asyncio.Event(), list[str]()
@@ -34,7 +34,8 @@ class Answers:
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Answers, CallServer, CallClient, list[PortAddress]]]:
-    """``addresses`` is what the door tells: its last one."""
+    """Serve calls to an ``Answers`` rank. The last of ``addresses`` is the one that clients
+    find."""
     rank, addresses = Answers(), list[PortAddress]()
     server = CallServer("127.0.0.1", rank.handle)
     addresses.append(await server.listen())

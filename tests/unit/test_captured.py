@@ -1,5 +1,5 @@
 """A program that cannot be captured is run eagerly, unless the device itself is lost. The device is
-a stand-in: its captures fail with torch's own words."""
+a stand-in whose captures fail with torch's messages."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +31,7 @@ LOST = "CUDA error: an illegal memory access was encountered"
 
 
 class Streams:
-    """Which stream is the current one."""
+    """Tracks the current stream."""
 
     def __init__(self) -> None:
         self.current = "engine"
@@ -46,8 +46,9 @@ class Streams:
 
 
 class Graph:
-    """``captures`` are the modes in which they began. They fail as they end; or else what they
-    capture has run at once, and nothing is replayed."""
+    """A stand-in for a CUDA graph. ``captures`` holds the mode of each capture. A capture fails
+    at its end, unless ``fails`` is False: then its functions have run at once and nothing is
+    replayed."""
 
     captures: ClassVar[list[str]] = []
     fails = True
@@ -65,8 +66,8 @@ class Graph:
 
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    """A transfer is under way whose other end waits for this host: who waits for the whole device
-    waits for ever."""
+    """Simulate a transfer whose peer waits for this host: waiting for the whole device would
+    deadlock."""
     streams = Streams()
     monkeypatch.setattr(Graph, "captures", [])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
@@ -101,7 +102,7 @@ def test_nothing_waits_for_what_the_device_is_busy_with(
 def test_no_program_is_made_where_memory_is_short(
     streams: Streams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before what is kept for later was given up."""
+    """Cached memory is released first. Capture is refused only if there is still too little."""
     told = iter([(10**6, 10**8), (10**6, 10**8), (10**6, 10**8), (3 * 10**6, 10**8)])
     monkeypatch.setattr(Graph, "fails", False)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: next(told))

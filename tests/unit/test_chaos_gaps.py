@@ -1,4 +1,4 @@
-"""What a chaos run says that a gap in a stream was made of."""
+"""Attribution of a gap in a stream to its causes, in the report of a chaos run."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files of weights: found whatever they are called, and named if they are not whole."""
+"""Weight files are found whatever their names, and incomplete ones are named in the error."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ def network(folder: Path, *, keep_fp8: bool = False) -> DeepseekV3:
 
 
 def shard(folder: Path, pieces: dict[str, dict[str, Tensor]], index: dict[str, str]) -> None:
-    """Replace the single file by these ones and an index."""
+    """Replace the single weight file by ``pieces`` and an index."""
     (folder / WHOLE).unlink()
     for name, piece in pieces.items():
         save_file(piece, folder / name)
@@ -61,7 +61,7 @@ def shard(folder: Path, pieces: dict[str, dict[str, Tensor]], index: dict[str, s
 
 
 def halves(folder: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
-    """All tensors in two files, the norm in the first one."""
+    """Return all tensors in two files, with the norm in the first one."""
     stored = tensors(folder)
     names = sorted(stored, key=lambda name: (name != NORM, name))
     pieces = {
@@ -82,7 +82,7 @@ def test_a_single_file_loads_under_any_name(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("chosen", [0, 1])
 def test_the_index_decides_which_file_a_tensor_is_from(folder: Path, chosen: int) -> None:
-    """Others of that name, and a whole file beside the index, are left alone
+    """Other tensors of that name, and a whole file next to the index, are ignored
     (vllm-project/vllm#54230)."""
     pieces, index = halves(folder)
     right, stale = pieces["part-0.safetensors"][NORM], torch.full((48,), 9.0)
@@ -155,7 +155,7 @@ def test_headers_are_those_that_safetensors_reads(folder: Path) -> None:
 
 
 async def refused_before_ray(*sets: str) -> str:
-    """Return why a server does not start; nothing of Ray has begun by then."""
+    """Return the error of a server start that fails before Ray is started."""
     told: list[str] = []
     with pytest.raises(ValueError) as refused:
         async with launch(load_config(None, [*sets]), on_progress=told.append):
@@ -184,7 +184,8 @@ def test_the_config_is_looked_at_before_ray_starts(folder: Path) -> None:
 def test_scales_that_are_not_used_are_skipped_and_said_once(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a cache or activations in FP8, of MTP heads too (vllm-project/vllm#27227)."""
+    """Scales of an FP8 cache or of FP8 activations are skipped, also in MTP heads
+    (vllm-project/vllm#27227)."""
     expected = tiny.reference_greedy(folder, IDS, 8)
     stored = tensors(folder)
     for name in (
@@ -220,7 +221,7 @@ def test_other_scales_are_not_let_through(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("left", ["nothing", "scales"])
 def test_a_copy_in_bf16_that_kept_its_quantization_config_loads(tmp_path: Path, left: str) -> None:
-    """As it is, where others stay FP8 too; scales that were left over are not read."""
+    """Matrices stay bf16, also with ``keep_fp8``. Remaining scales are not read."""
     tiny.write_tiny(tmp_path, seed=5, quantization_config=FP8)
     stored = tensors(tmp_path)
     if left == "scales":

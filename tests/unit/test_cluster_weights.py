@@ -1,4 +1,4 @@
-"""Weights that change under their path: gangs of real shells, over files that a test changes."""
+"""Weights that change under their path: gangs of real shells over files that a test changes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,9 +36,9 @@ class Disk:
     """Files that all ranks share.
 
     Attributes:
-        weights: Digest of what lies under the path, "" for nothing.
+        weights: Digest of the files under the path, "" if there are none.
         loaded: Digests that ranks have loaded, in order.
-        num_looks: How often a rank has read the digest.
+        num_looks: Number of times that ranks have read the digest.
         may_load: Event that ranks wait for before they read it.
     """
 
@@ -68,7 +68,7 @@ class DiskShell(RankActor):
 
 
 class ShellRank:
-    """A rank's shell behind the interface of ``RayRank``."""
+    """A rank's shell with the interface of ``RayRank``."""
 
     def __init__(self, spec: RankSpec, config: TandemConfig, disk: Disk) -> None:
         self.name = spec.process_name
@@ -102,7 +102,7 @@ class ShellRank:
 
 @dataclass
 class ShellMachines:
-    """Starts shells. ``ranks`` has the latest one of each gang and rank."""
+    """Starts shells. ``ranks`` holds the latest shell of each gang and rank."""
 
     disk: Disk
     ranks: dict[tuple[str, int], ShellRank] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Cluster:
         await until(lambda: set(self.states.values()) == {READY})
 
     async def waits(self, gang: str) -> None:
-        """Wait until a rank of the gang reports why it does not load, and has looked twice more."""
+        """Wait until a rank of the gang reports why it does not load, and has polled twice more."""
         await until(
             lambda: any(
                 "not loading: " in text for text in self.supervisors[gang].gang.startup_notes
@@ -184,7 +184,7 @@ async def cluster(*sets: str) -> AsyncIterator[Cluster]:
 
 
 async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> None:
-    """It loads in the same process as soon as the weights are put back."""
+    """The rank loads in the same process as soon as the old weights are back."""
     async with cluster() as made:
         made.disk.weights = NEW
         made.machines.ranks["prefill-0", 0].kill()
@@ -247,7 +247,7 @@ async def test_a_cluster_whose_ranks_have_all_ended_has_the_new_weights() -> Non
 
 
 async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_and_waits() -> None:
-    """Both began to load before the controller knew the weights of the cluster."""
+    """Both ranks start to load before the controller knows the weights of the cluster."""
     async with cluster() as made:
         for rank in made.machines.ranks.values():
             rank.kill()
@@ -268,7 +268,7 @@ async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_an
 
 
 async def test_adopted_ranks_define_the_weights_of_the_cluster() -> None:
-    """Before a restarted controller polls a rank or starts one."""
+    """A restarted controller knows the weights before it polls or starts a rank."""
     async with cluster() as made:
         rank, supervisor = made.machines.ranks["prefill-0", 0], made.supervisors["prefill-0"]
         state, weights = await rank.get_state(0, 0, None), ClusterWeights()

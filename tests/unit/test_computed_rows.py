@@ -1,4 +1,4 @@
-"""Counts of rows: read on the engine thread, seldom, one reading at a time."""
+"""Row counts are read on the engine thread, rarely, and one reading at a time."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE_S, until
 
 
 class Counting(Dispatch):
-    """A dispatch of a gang, whose every reading finds one more row."""
+    """A gang's dispatch whose every reading finds one more row."""
 
     num_read = 0
 

@@ -1,4 +1,4 @@
-"""The config tree: defaults, YAML, overrides, and errors that say what would be right."""
+"""The config tree: defaults, YAML, overrides, and errors that name valid values."""
 
 import re
 import subprocess
@@ -143,7 +143,7 @@ def test_help_names_every_key_with_a_meaning() -> None:
 
 
 def test_the_description_is_in_words_of_yaml() -> None:
-    """A default reads back as itself, and a type is none of Python's own."""
+    """Each default is valid YAML for its key, and no type is a name of Python."""
     words = {"int", "float", "bool", "str", "path", "null"}
     for name, field in iter_keys():
         line = next(line for line in describe_keys().splitlines() if line.split()[0] == name)

@@ -1,4 +1,4 @@
-"""Mistakes in config.json: each is refused by name, or gives transformers' logits."""
+"""Each mistake in config.json is either rejected by name or gives transformers' logits."""
 
 import json
 import os
@@ -27,8 +27,8 @@ Json = dict[str, Any]
 
 
 class Judge:
-    """The logits of Tandem and of transformers, kept by what each makes of a config.json: most
-    mistakes leave the model as it is."""
+    """Compares the logits of Tandem and transformers. Results are cached by parsed config, because
+    most mistakes leave the model as it is."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class Judge:
         self.num_refused = 0
 
     def check(self, case: Case) -> None:
-        """Raise AssertionError unless the case is refused by name or gives the same logits."""
+        """Raise AssertionError unless the case is rejected by name or gives the same logits."""
         (self._folder / "config.json").write_text(case.text)
         try:
             config = ModelConfig.from_dir(self._folder)
@@ -70,7 +70,8 @@ class Judge:
         return self._ours_by_config[key]
 
     def _theirs_of(self, raw: Json, config: ModelConfig, harmless: set[str]) -> Tensor:
-        """``harmless`` keys may hold what transformers refuses: then it reads the file without."""
+        """Return transformers' logits. If it rejects the file, retry without the ``harmless``
+        keys."""
         try:
             read = self._read(as_transformers_reads(raw))
         except (StrictDataclassFieldValidationError, TypeError):
@@ -87,7 +88,7 @@ class Judge:
                 experts_implementation="eager",
                 output_loading_info=True,
             )
-            # A matrix without values is no tensor of the file.
+            # A matrix without elements is not stored in the file.
             report["missing_keys"] = {n for n in report["missing_keys"] if has_values(model, n)}
             assert not any(report.values()), report
             with torch.no_grad():
@@ -101,8 +102,11 @@ class Judge:
 
 
 def as_transformers_reads(raw: Json) -> Json:
-    """Return ``raw`` without what transformers cannot read: a null is absent, tensors tell how they
-    are stored, kimi_k2 is deepseek_v3, and a rank of 0 is none, as in DeepSeek's code."""
+    """Return ``raw`` without what transformers cannot read.
+
+    Nulls and quantization_config are removed, kimi_k2 becomes deepseek_v3, and a q_lora_rank of 0
+    becomes null, as in DeepSeek's code.
+    """
 
     def known(section: Json) -> Json:
         inner = {n: known(v) if isinstance(v, dict) else v for n, v in section.items()}
@@ -133,9 +137,11 @@ def prompt(config: ModelConfig) -> list[int]:
 
 
 def rounding(config: ModelConfig, logits: Tensor) -> float:
-    """Return the bound on the difference of a logit between two orders of its sums in fp32: errors
-    of half a unit in the last place of each side add up as a random walk over the terms of the sums
-    that follow each other. 8 is three times the largest seen in 7,000 cases."""
+    """Return the bound on the difference of a logit between two orders of its fp32 sums.
+
+    Errors of half a unit in the last place add up as a random walk over the terms of consecutive
+    sums. The factor 8 is three times the largest value seen in 7,000 cases.
+    """
     c = config
     widest = (
         c.hidden_size,
@@ -164,7 +170,7 @@ def test_public_configs_give_transformers_logits(model: str, judge: Judge) -> No
 def test_mistakes_are_refused_by_name_or_give_transformers_logits(
     num_cases: int, judge: Judge
 ) -> None:
-    """``FUZZ_SEED`` repeats the cases of a run."""
+    """Set ``FUZZ_SEED`` to repeat the cases of an earlier run."""
     seed = int(os.environ.get("FUZZ_SEED") or (1 if num_cases <= 300 else secrets.randbits(32)))
     print(f"FUZZ_SEED={seed}")
     for number in range(num_cases):

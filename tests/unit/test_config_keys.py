@@ -1,4 +1,5 @@
-"""Keys of config.json: what is not read is known to be harmless, or refused together by name."""
+"""Keys of config.json: an unread key is known to be harmless, or all such keys are rejected by
+name."""
 
 import json
 import logging
@@ -121,7 +122,7 @@ def test_the_key_of_our_config_reaches_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [DeepseekV2Config, DeepseekV3Config])
 def test_what_transformers_saves_is_read(kind: type[PretrainedConfig], tmp_path: Path) -> None:
-    """Every attribute of its configs, written in full and as save_pretrained writes them."""
+    """Test every attribute of transformers' configs, written in full as save_pretrained does."""
     raw = tiny.BASE | {"rope_scaling": YARN} | (V2 if kind is DeepseekV2Config else {})
     expected = ModelConfig.from_dict(raw)
     saved = kind(**json.loads(json.dumps(raw)))
@@ -202,7 +203,8 @@ def test_the_same_value_may_be_there_in_each_spelling() -> None:
 
 
 def test_yarn_that_is_there_twice_gives_transformers_tokens(tmp_path: Path) -> None:
-    """vllm-project/vllm and sglang lose it: the second section wins there."""
+    """vllm-project/vllm and sglang lose YaRN here, because the second section overrides the
+    first."""
     section = YARN | {"rope_type": "yarn", "rope_theta": 10000.0}
     tiny.write_tiny(tmp_path, seed=8, rope_scaling=section, rope_parameters=section)
     ids = torch.randint(5, 90, (96,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -240,7 +242,7 @@ def test_groups_are_needed_by_what_uses_them() -> None:
     ],
 )
 def test_what_no_reference_computes_is_refused(changes: dict[str, Any], expected: str) -> None:
-    """DeepSeek's code and transformers' differ there, or have no such model."""
+    """DeepSeek's code and transformers disagree about these configs, or lack such a model."""
     with pytest.raises(ValueError, match=expected):
         make(**(V2 | changes))
 
@@ -315,7 +317,7 @@ def test_an_end_that_is_no_id_is_refused(value: Any, tmp_path: Path) -> None:
 
 
 def test_an_answer_ends_at_the_token_of_the_tokenizers_config(tmp_path: Path) -> None:
-    """vllm-project/vllm#1183: it never ended."""
+    """Regression test for vllm-project/vllm#1183, where the answer never ended."""
     tiny.write_tiny(tmp_path, seed=8, vocab_size=2048, eos_token_id=None)
     folder_with(tmp_path, config=None, token=END)
     loaded = load(tmp_path)

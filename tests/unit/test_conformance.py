@@ -1,5 +1,8 @@
-"""Every drafter by the same rules (tests/conformance.py): strict answers are those of no drafts, to
-the last bit of tokens and log probabilities, at every level, in every loop, wherever a row goes."""
+"""The rules of tests/conformance.py for every drafter.
+
+Strict answers equal those without drafts, bit for bit in tokens and log probabilities. This holds
+at every level, in every loop and wherever a row migrates.
+"""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -34,7 +37,7 @@ MODEL_LEN = 70
 
 
 class Models:
-    """Loaded as they are asked for, and the answers without drafts."""
+    """Loads models on first use, and computes the answers without drafts."""
 
     def __init__(self) -> None:
         self.asked = mixed(texts(6), NUM_TOKENS)
@@ -54,14 +57,15 @@ class Models:
 
     @cached_property
     def to_the_end(self) -> tuple[list[Request], list[Answer]]:
-        """Requests for more than the model has room for, and their answers without drafts."""
+        """Requests for more tokens than the model's context holds, and their answers without
+        drafts."""
         long = [replace(one, sampling=replace(one.sampling, max_tokens=500)) for one in self.asked]
         loaded = replace(self.of("mtp"), max_model_len=MODEL_LEN)
         return long, told(Bench(loaded, num_drafts=0, max_rows=8), long)
 
 
 def often(names: Collection[str]) -> list[Any]:
-    """Return all drafters as parameters: those of ``names``, and the others marked as slow."""
+    """Return all drafters as parameters, marking those that are not in ``names`` as slow."""
     slow = pytest.mark.slow
     return [pytest.param(name, marks=() if name in names else slow) for name in DRAFTERS]
 
@@ -82,7 +86,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_levels_give_the_answers_of_none(models: Models, name: str, dtype: str) -> None:
-    """The first and the highest in fp32, the highest in bf16; and drafts are accepted."""
+    """Test the first and the highest level in fp32 and the highest in bf16. Some drafts are
+    accepted."""
     if dtype == "bfloat16" and name not in MOST:
         pytest.skip("its tree is tested, and make soak tests all levels")
     levels = models.of(name).drafter.draft_shapes(depth_of(name))
@@ -113,7 +118,7 @@ def check_level(models: Models, name: str, dtype: str, level: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> None:
-    """At every level."""
+    """Test every level."""
     loaded = models.of(name, dtype)
     asked = mixed(texts(100, most=256, seed=11), 48)
     batches = [asked[at : at + 8] for at in range(0, len(asked), 8)]
@@ -126,8 +131,8 @@ def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> No
 
 
 def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
-    """No shape changes and no value goes through the host: or they could not be. In the overlapped
-    loop, where the next step begins before anybody has seen this one."""
+    """A program could not be replayed if a shape changed or a value went through the host. Uses the
+    overlapped loop, which launches a step before the result of the last one is read."""
     loaded = models.of(name)
     bench = bench_of(loaded, name, overlap=True)
     assert told(bench, models.asked) == models.plain()
@@ -138,8 +143,8 @@ def test_steps_are_recorded_once_and_played(models: Models, name: str) -> None:
 
 @most_drafters
 def test_rows_that_are_judged_by_p_and_q_beside_strict_ones(models: Models, name: str) -> None:
-    """Strict ones say what they say alone, and so do greedy ones, which both kinds judge alike. In
-    programs that are recorded."""
+    """In a mixed batch of recorded programs, strict rows keep their answers. So do greedy rows,
+    because both kinds of acceptance treat them identically."""
     loaded = models.of(name)
     asked = of_all_kinds(models.asked)
     answers = told(bench_of(loaded, name), asked)
@@ -167,7 +172,8 @@ def of_all_kinds(asked: list[Request]) -> list[Request]:
 
 @most_drafters
 def test_few_pages_and_old_entries(models: Models, name: str) -> None:
-    """Rows are preempted and begun anew; what nobody wrote holds anything, and is not read."""
+    """Rows are preempted and restarted. Unwritten cache entries hold garbage, which must not be
+    read."""
     bench = bench_of(models.of(name), name, page_size=2, num_pages=400)
     for cache in bench.all_caches():
         cache.fill_(POISON)
@@ -177,7 +183,7 @@ def test_few_pages_and_old_entries(models: Models, name: str) -> None:
 
 @most_drafters
 def test_the_end_of_the_model(models: Models, name: str) -> None:
-    """Drafts reach beyond the last slot that there is."""
+    """Drafts would reach beyond the last position of the model."""
     loaded = replace(models.of(name), max_model_len=MODEL_LEN)
     long, expected = models.to_the_end
     assert told(bench_of(loaded, name, page_size=4), long) == expected
@@ -187,7 +193,7 @@ def test_the_end_of_the_model(models: Models, name: str) -> None:
 
 @most_drafters
 def test_an_answer_goes_on_elsewhere(models: Models, name: str) -> None:
-    """From the tenth token on, in another pool and other batches."""
+    """Resume after the ninth token, in another page pool and other batches."""
     loaded, whole = models.of(name), models.plain()
     resumed = [
         replace(one, output_ids=(*tokens[:9],))
@@ -204,7 +210,7 @@ def test_hidden_states_that_were_not_shipped(models: Models, name: str) -> None:
 
 
 def test_steps_of_nobody_leave_no_trace(models: Models, name: str) -> None:
-    """Dummies and trials, which read others' pages, between steps that have rows."""
+    """Run dummy steps and trial steps, which read other rows' pages, between steps with rows."""
     loaded = models.of(name)
     bench = bench_of(loaded, name)
     bench.start_all(*models.asked)

@@ -1,7 +1,8 @@
-"""Random lives of a decode rank: its books never break, a page in flight is never given away,
-and every request that was admitted comes to its end, whatever the pool makes it wait for.
+"""Random operation sequences on a decode rank's scheduler.
 
-A rank is played as by its two loops: at most one step is unread when the next is launched.
+Its invariants hold, a page in flight is never reused, and every admitted request finishes, however
+long it waits for pages. The test imitates both loops: at most one step is unread when the next is
+launched.
 """
 
 import random
@@ -38,8 +39,8 @@ def size_of(asked: Request) -> RequestSize:
 
 @dataclass
 class Played:
-    """A scheduler with steps on their way; a turn leaves ``num_left`` of them unread: none in the
-    plain loop, one in the overlapped."""
+    """A scheduler with steps in flight. A turn leaves ``num_left`` of them unread: 0 in the plain
+    loop, 1 in the overlapped loop."""
 
     scheduler: Scheduler
     num_left: int = 0
@@ -49,7 +50,7 @@ class Played:
     asked: dict[Identity, Request] = field(default_factory=dict)
 
     def ask(self, asked: Request) -> Identity:
-        """A new attempt joins the queue. Raises what Scheduler.ask raises."""
+        """Queue a new attempt. Raises what ``Scheduler.enqueue`` raises."""
         identity = Identity(asked.request_id)
         self.scheduler.enqueue(identity, size_of(asked))
         self.asked[identity] = asked
@@ -221,8 +222,8 @@ TestLife.settings = settings(max_examples=100, stateful_step_count=60, deadline=
 def test_every_request_comes_to_its_end(
     num_left: int, shapes: list[tuple[int, int]], num_pages: int, max_rows: int, seed: int
 ) -> None:
-    """Reservations in turn, the preempted at the end of the line: nobody waits for ever, and
-    nobody loses what it has emitted."""
+    """Reservations are made in turn and preempted sequences queue last. No request waits
+    indefinitely or loses tokens that it has emitted."""
     pool = PagePool(num_pages, PAGE_SIZE)
     played = Played(Scheduler(pool, max_rows, chain_shapes(MAX_DRAFTS), 200, ()), num_left)
     luck = random.Random(seed)
@@ -272,7 +273,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
 
 
 def test_one_grant_in_so_many_is_for_a_request_that_has_not_begun() -> None:
-    """Nor does it lose its turn while there are too few pages for it."""
+    """A new request does not lose its turn while there are too few pages for it."""
     scheduler = Scheduler(PagePool(20, PAGE_SIZE), 2, chain_shapes(MAX_DRAFTS), 200, ())
     fresh, held = Identity("fresh"), Identity("held")
     scheduler.enqueue(held, RequestSize(20, 0, 4))
