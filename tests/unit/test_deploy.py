@@ -1,5 +1,8 @@
-"""What no schema knows of deploy/: pods hold their gangs exactly; names, ports, paths and versions
-of the manifests, the config and the image meet. Each check is also seen to fail."""
+"""Properties of deploy/ that no schema checks.
+
+Pods hold their gangs exactly. Names, ports, paths and versions agree between the manifests, the
+config and the image. Each check is also shown to fail.
+"""
 
 import json
 import os
@@ -36,7 +39,8 @@ PROJECT = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project
 
 
 def pods_hold_their_gangs(it: Deployed) -> None:
-    """A replica of a group holds a gang of each kind that names the group, and nothing more."""
+    """Check that a replica of a group holds a gang of each kind that names the group, and no
+    more."""
     plans = plan_gangs(it.config)
     assert {plan.group for plan in plans} == it.groups.keys()
     for name, group in it.groups.items():
@@ -52,7 +56,8 @@ def pods_hold_their_gangs(it: Deployed) -> None:
 
 
 def gangs_lie_in_one_replica(it: Deployed) -> None:
-    """Whose pods the operator replaces together; it labels pods of several hosts alone."""
+    """Check that each gang lies in one replica, whose pods the operator replaces together. It
+    labels only the pods of multi-host groups."""
     for group in it.groups.values():
         given = {one["name"]: one for one in env(group)}
         if group["numOfHosts"] == 1:
@@ -101,7 +106,8 @@ def service_reaches_gateways(it: Deployed) -> None:
 
 
 def gateways_may_drain(it: Deployed) -> None:
-    """Who sends requests learns of it, answers end, then the raylet; the next is ready first."""
+    """Check that a gateway's grace period covers its drain, and that its successor is ready
+    first."""
     server = it.config.server
     pause = container(it.gateway_pod)["lifecycle"]["preStop"]["exec"]["command"]
     most = float(pause[1]) + server.lame_duck_s + server.drain_timeout_s + 20
@@ -112,7 +118,7 @@ def gateways_may_drain(it: Deployed) -> None:
 
 
 def workers_may_drain(it: Deployed) -> None:
-    """Answers, then ranks; a node that is empty does not wait."""
+    """Check that the pods' grace period covers draining the answers and stopping the ranks."""
     control = it.config.control
     for group in it.groups.values():
         [timeout_s] = [float(one["value"]) for one in env(group) if "DRAIN_TIMEOUT" in one["name"]]
@@ -130,7 +136,8 @@ def env(group: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def probes_ask_what_answers(it: Deployed) -> None:
-    """Liveness is no readiness: a gateway would be killed for a gang that is away."""
+    """Check the probes' paths and ports. Liveness must not depend on gangs, or a gateway would be
+    killed while a gang is away."""
     box = container(it.gateway_pod)
     ports = {p["name"]: p["containerPort"] for p in box["ports"]}
     assert it.config.server.http_address == f"0.0.0.0:{ports['http']}"
@@ -141,7 +148,8 @@ def probes_ask_what_answers(it: Deployed) -> None:
 
 
 def pods_are_restricted(it: Deployed) -> None:
-    """As the Pod Security standard of that name asks, and they write where it is told alone."""
+    """Check that pods meet the "restricted" Pod Security standard and can write where they need
+    to."""
     fetch = [m for m in render(DEPLOY / "checkpoint") if m["kind"] == "Job"][0]
     for pod in (*it.pods, fetch["spec"]["template"]["spec"]):
         assert pod["automountServiceAccountToken"] is False
@@ -159,14 +167,16 @@ def pods_are_restricted(it: Deployed) -> None:
 
 
 def loopback_needs_no_proxy(it: Deployed) -> None:
-    """A policy may give every pod an http_proxy, which wget would use for localhost too."""
+    """Check no_proxy: a policy may give every pod an http_proxy, which wget would use for
+    localhost."""
     for pod in it.pods:
         [value] = [one["value"] for one in container(pod)["env"] if one["name"] == "no_proxy"]
         assert {"localhost", "127.0.0.1"} <= {*value.split(",")}
 
 
 def ray_wants_its_token(it: Deployed) -> None:
-    """The operator keeps it in a Secret of the cluster's name."""
+    """Check that gateways read the token that the operator keeps in a Secret of the cluster's
+    name."""
     assert it.cluster["spec"]["authOptions"] == {"mode": "token"}
     given = {one["name"]: one for one in container(it.gateway_pod)["env"]}
     assert given["RAY_AUTH_MODE"]["value"] == "token"
@@ -179,7 +189,8 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def others_reach_what_is_told(it: Deployed) -> None:
-    """Every pod is closed but to this cluster's; and ports by name are there."""
+    """Check that only the gateway's gRPC port is open to other pods of the namespace, and that
+    every port named by a policy exists."""
     pods = [*zip(it.pods, it.labels(), strict=True)]
     within, clients, monitoring = it.policies
     own = within["spec"]["podSelector"]
@@ -205,7 +216,8 @@ def others_reach_what_is_told(it: Deployed) -> None:
 
 
 def evictions_are_few(it: Deployed) -> None:
-    """Of each kind of pod one at a time, of a head that does not survive none."""
+    """Check that evictions take one pod of each kind at a time, and never a head without fault
+    tolerance."""
     for pod_labels in it.labels():
         [budget] = [
             one["spec"] for one in it.budgets if selects(one["spec"]["selector"], pod_labels)
@@ -220,7 +232,8 @@ def mounts_have_volumes(it: Deployed) -> None:
 
 
 def object_stores_fit_shared_memory(it: Deployed) -> None:
-    """Where a pod brings its own /dev/shm: Ray would use a disk instead, and say so only there."""
+    """Check object stores in pods with their own /dev/shm: if one does not fit, Ray silently uses a
+    disk."""
     store = max(
         map(int, re.findall(r"--object-store-memory (\d+)", (DEPLOY / "gateway.sh").read_text()))
     )
@@ -233,7 +246,8 @@ def object_stores_fit_shared_memory(it: Deployed) -> None:
 
 
 def checkpoint_is_where_it_is_read(it: Deployed) -> None:
-    """By ranks and gateways alike, on the volume that deploy/checkpoint fills."""
+    """Check that ranks and gateways read the checkpoint from the volume that deploy/checkpoint
+    fills."""
     path = it.config.model.path
     if path == TINY_MODEL:
         return
@@ -283,7 +297,7 @@ def test_overlays_fit_together(folder: str, check: Callable[[Deployed], None]) -
 
 @pytest.mark.skipif(shutil.which("wget") is None, reason="needs wget, as the image has it")
 def test_the_operators_probe_passes_by_a_proxy() -> None:
-    """Its command, with the variables of each pod and with none."""
+    """Run the operator's probe command with the variables of each pod, and without them."""
     it = deployed("base")
     with socket.create_server(("127.0.0.1", 0)) as asked:
         command = ["wget", "-q", "-T", "5", "--tries", "1", "-O-"]
@@ -398,7 +412,8 @@ def test_what_does_not_fit_fails(
 
 
 def test_who_needs_the_head_waits_for_one_that_comes_back() -> None:
-    """Ray ends a process that finds none for a minute, if it is not told otherwise."""
+    """Ray ends a process that has not reached the head for a minute, unless it is configured
+    otherwise."""
     it, key = deployed("base", "gcs-ft"), "RAY_gcs_rpc_server_reconnect_timeout_s"
     head, *others = it.pods
     told = [environment(it, pod, {"ray.io/group": ""}).get(key) for pod in others]

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint: what changes it, what does not, and that it is of what is loaded."""
+"""The digest of a checkpoint: which changes alter it, and that it belongs to the loaded weights."""
 
 import json
 import os
@@ -31,7 +31,7 @@ from tests.unit.test_weights import quantised
 
 NUM_FILES, FILE_BYTES = 163, 4_300_000_000
 MAX_PARSES = 20
-"""Most CPU time of a digest, in units of parsing each header once (8 when written, or 1.6 s)."""
+"""Maximum CPU time of a digest, in units of parsing each header once (8 when written, or 1.6 s)."""
 
 SMALL_TENSOR = "model.layers.0.input_layernorm.weight"
 LARGE_TENSOR = "model.embed_tokens.weight"
@@ -73,7 +73,7 @@ def split(made: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def place(file: Path, tensor: str) -> tuple[int, int]:
-    """Return where the bytes of a tensor begin and end in its file."""
+    """Return the start and the end of a tensor's bytes in its file."""
     raw = file.read_bytes()
     length = 8 + int.from_bytes(raw[:8], "little")
     lo, hi = json.loads(raw[8:length])[tensor]["data_offsets"]
@@ -96,7 +96,7 @@ def test_it_is_of_what_files_hold_and_not_of_their_names_or_order(
 def test_any_byte_of_a_small_tensor_changes_it(
     tmp_path_factory: pytest.TempPathFactory, config: ModelConfig, data: st.DataObject
 ) -> None:
-    """And the middle page of a large one."""
+    """Also covers the middle page of a large tensor."""
     folder = write(tmp_path_factory.mktemp("byte") / "one", split(tensors()))
     before = digest(folder, config)
     name = data.draw(st.sampled_from((SMALL_TENSOR, LARGE_TENSOR)))
@@ -131,7 +131,7 @@ def one_more(made: dict[str, Tensor]) -> None:
 
 
 def other_experts(made: dict[str, Tensor]) -> None:
-    """Change every expert: only some are sampled."""
+    """Change every expert, because only some are sampled."""
     for i in range(16):
         made[EXPERT.format(i)] += 1
 
@@ -151,7 +151,7 @@ def test_names_shapes_dtypes_sizes_and_experts_change_it(
 
 
 def test_another_choice_of_files_changes_it(tmp_path: Path, config: ModelConfig) -> None:
-    """An index may name the one or the other of two files that both hold a tensor."""
+    """Two files may hold the same tensor; the index decides which of them is read."""
     other = tensors() | {SMALL_TENSOR: torch.ones(48)}
     both = {"a.safetensors": tensors(), "b.safetensors": other}
     folder = write(tmp_path / "one", both)
@@ -185,7 +185,7 @@ def test_blocks_that_are_kept_do_not_change_it(tmp_path: Path) -> None:
 
 
 def sparse_checkpoint(folder: Path) -> int:
-    """Write sparse files of the number, size and tensor count of DeepSeek-V3's. Return the number
+    """Write sparse files with the number, size and tensor count of DeepSeek-V3's. Return the number
     of tensors outside the routed experts."""
     weight_map = dict[str, str]()
     num_plain = 0
@@ -223,7 +223,7 @@ def parse_headers(folder: Path) -> None:
 def test_a_digest_reads_a_page_of_each_file_whatever_its_size(
     tmp_path: Path, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """700 GB take two seconds of CPU; each tensor outside the experts is read too."""
+    """Each tensor outside the experts is read too; 700 GB take two seconds of CPU."""
     num_plain = sparse_checkpoint(tmp_path)
     pages = list[int]()
     sampled = digests._pages
@@ -274,7 +274,7 @@ def loading(link: Path) -> TandemConfig:
 
 
 def test_what_is_loaded_is_what_the_digest_is_of(tmp_path: Path) -> None:
-    """Even if the link moves and the file is replaced in between."""
+    """The link moves and the file is replaced between the digest and the load."""
     old, new, link = (tmp_path / name for name in ("old", "new", "link"))
     for folder, seed in ((old, 1), (new, 2)):
         folder.mkdir()
@@ -315,7 +315,8 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path) -
 
 
 def test_heads_of_a_drafter_are_no_mapping_of_their_file(tmp_path: Path) -> None:
-    """A process that writes to the file would change or end a running rank."""
+    """A mapped file could be changed by another process, which would change or end a running
+    rank."""
     config = tiny.write_tiny(tmp_path, seed=1)
     names = dict(torch.nn.Linear(4, 4).named_parameters())
     save_file({name: one.data for name, one in names.items()}, tmp_path / "heads.safetensors")

@@ -1,4 +1,4 @@
-"""Tokens reach their experts on whatever rank, and come back as if all had been here."""
+"""Expert dispatch: outputs equal those of one rank that holds all experts, wherever experts lie."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ WAYS: dict[str, Callable[[Placement, int], ExpertParallelDispatch]] = {
 
 @dataclass
 class Tokens:
-    """Of one rank; ``real_T`` None: there is no padding."""
+    """Tokens of one rank. ``real_T`` marks the real ones (None: there is no padding)."""
 
     x_TD: Tensor
     ids_TK: Tensor
@@ -59,7 +59,7 @@ def all_experts() -> Experts:
 
 
 def one_by_one(experts: Experts, told: Tokens) -> Tensor:
-    """The slow reference: every token through each of its experts, alone."""
+    """Compute a slow reference: every token through each of its experts, one at a time."""
     out_TD = torch.zeros_like(told.x_TD)
     for t, (ids_K, weights_K) in enumerate(zip(told.ids_TK, told.weights_TK, strict=True)):
         for expert, weight in zip(ids_K.tolist(), weights_K, strict=True):
@@ -72,7 +72,7 @@ def one_by_one(experts: Experts, told: Tokens) -> Tensor:
 def dispatched(
     way: str, placement: Placement, ranks: list[Tokens], kind: type[Experts] = Experts
 ) -> list[tuple[Tensor, ExpertParallelDispatch]]:
-    """Each rank's combined outputs, and what has counted its rows."""
+    """Return the combined outputs of each rank, and its dispatch, which has counted the rows."""
     whole = all_experts()
 
     def work(group: CollectiveGroup) -> tuple[Tensor, ExpertParallelDispatch]:
@@ -111,7 +111,7 @@ def plain(num_ranks: int, num_redundant: int = 0) -> Placement:
 
 SHUFFLED = Placement(2, ((0, 1, 2, 3, 4, 5, 6, 7), (6, 1, 4, 3, 0, 7, 2, 5)))
 REPLICAS = Placement(2, ((0, 1, 2, 3, 4, 5, 6, 7, 0, 1), (6, 1, 4, 3, 1, 0, 7, 1, 2, 5)))
-"""Expert 1 lies twice on one rank and once on the other."""
+"""Placement where expert 1 has two slots on one rank and one on the other."""
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -147,7 +147,7 @@ def test_ranks_may_bring_different_numbers_of_tokens_or_none() -> None:
 
 
 class Scaling(Experts):
-    """Experts that multiply, which gives the same bits in any company."""
+    """Experts that only multiply, so that the output has the same bits in any batch."""
 
     def forward(
         self, x_ND: Tensor, tokens_P: Tensor | None, slots_P: Tensor, num_ranks: int = 1
@@ -161,7 +161,7 @@ class Scaling(Experts):
 
 
 ASKED: list[tuple[int, float]] = []
-"""Of how many ranks a rank's experts were told that the pairs are, and which share was theirs."""
+"""For each call of experts: the number of ranks that was passed, and the share of local pairs."""
 SIZES = [1e8, 3.0, -1e8, 0.7, 1e4, -7.0, 1e-3, 11.0]
 
 
@@ -170,7 +170,8 @@ SIZES = [1e8, 3.0, -1e8, 0.7, 1e4, -7.0, 1e-3, 11.0]
 def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
     way: str, placement: Placement
 ) -> None:
-    """Outputs so different in size that any other order gives another sum."""
+    """The outputs differ in size by many orders, so that any other order of a sum changes the
+    result."""
     ranks = [tokens(16, seed) for seed in range(placement.num_ranks)]
     for own in ranks:
         own.ids_TK = torch.stack([torch.randperm(NUM_EXPERTS) for _ in range(16)])
@@ -185,7 +186,7 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_are_told_which_share_of_pairs_to_expect(way: str) -> None:
-    """Kernels choose their tiles by it."""
+    """Kernels choose their tiles by this share."""
     ASKED.clear()
     dispatched(way, plain(4), [tokens(64, seed) for seed in range(4)], Scaling)
     assert len(ASKED) >= 4

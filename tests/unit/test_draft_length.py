@@ -1,4 +1,4 @@
-"""As many drafts as pay; and the draft cache stays warm while there are none."""
+"""Adaptive choice of the number of drafts; the draft cache stays valid while nothing is drafted."""
 
 import math
 import random
@@ -56,7 +56,8 @@ def local_planner(*, may_profile: bool = False) -> LocalPlanner:
 
 
 class Server:
-    """Steps that cost ``base + slope * rows * (drafts + 1)`` and drafts of acceptance ``a``."""
+    """A simulated rank. Steps cost ``base + slope * rows * (drafts + 1)``, and each draft is
+    accepted with probability ``a``."""
 
     def __init__(self, planner: LocalPlanner, a: float, base: float, slope: float) -> None:
         self.planner, self.a, self.base, self.slope = planner, a, base, slope
@@ -68,7 +69,7 @@ class Server:
         return self.base + self.slope * num_rows * (num_drafts + 1)
 
     def step_s(self, num_rows: int, num_drafts: int, step: int) -> float:
-        """What is measured of it."""
+        """Return the measured step time: the cost with 3 % of noise."""
         return self.cost(num_rows, num_drafts) * self.random.uniform(0.97, 1.03)
 
     def tokens(self, num_drafts: int) -> float:
@@ -79,7 +80,7 @@ class Server:
         return max(range(most + 1), key=worth.__getitem__)
 
     def idle(self) -> list[StepKey]:
-        """The trials, until there is none left."""
+        """Run profile steps until none is left and return their keys."""
         keys = []
         while (plan := self.planner.plan(replace(IDLE, report=self.report)).key) is not None:
             assert plan.purpose == PROFILE
@@ -107,7 +108,7 @@ class Server:
         return lengths
 
     def reached(self, num_rows: int, num_steps: int) -> float:
-        """Mean rate of so many steps, by that of the best length."""
+        """Return the mean rate over ``num_steps`` steps, divided by the rate of the best length."""
         lengths = self.run([3] * num_rows, num_steps)
         rates = [self.tokens(n) / self.cost(num_rows, n) for n in lengths]
         best = self.best(num_rows, 3)
@@ -134,8 +135,8 @@ class Long(Server):
 
 
 def test_long_contexts_have_a_length_of_their_own() -> None:
-    """Drafts pay where the context is what takes time. Once both were seen, the first step behind
-    a change has what pays there."""
+    """Drafts pay if reading the context dominates. Once both lengths were measured, the first step
+    after a change uses the best length."""
     server, lengths = Long(local_planner(may_profile=True), 0.5, base=0.05, slope=1.0), {}
     server.idle()
     for num_context in (10, 2000, 10, 2000, 3000, 10):
@@ -170,7 +171,7 @@ def test_a_plan_tells_the_longest_context_and_a_report_is_of_its_plan() -> None:
 
 
 class Shared(Server):
-    """On a machine whose speed varies by a factor of two, and which stops now and then."""
+    """A machine whose speed varies by a factor of two and which stalls now and then."""
 
     def step_s(self, num_rows: int, num_drafts: int, step: int) -> float:
         drift = 1.4 ** math.sin(step / 50)
@@ -190,7 +191,7 @@ def test_a_machine_whose_speed_varies_does_not_hide_the_length_that_pays(
 
 
 class Disturbed(Server):
-    """By other work, for eight steps at a time."""
+    """A machine that other work slows down, for eight steps at a time."""
 
     num_left = 0
 
@@ -214,7 +215,7 @@ def test_other_work_during_a_look_does_not_choose_the_length(a: float, slope: fl
 
 
 def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
-    """Then the right number of drafts is planned from the first step on."""
+    """The right number of drafts is planned from the first step on."""
     server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.2)
     keys = server.idle()
     assert {(key.num_rows, key.shape_index) for key in keys} == {
@@ -236,8 +237,8 @@ def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
 
 @pytest.mark.parametrize(("cost", "timed"), [(2.9, {0, 1, 2}), (3.1, {0, 1})])
 def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed: set[int]) -> None:
-    """The second costs no less than the first, and is no deeper. One that was timed is probed_at at
-    now and then, whatever was told of it."""
+    """The second shape costs no less than the first and is no deeper. Shapes that were timed are
+    probed now and then, whatever they measured."""
     levels = (*chain_shapes(0), DraftShape(4, 2, None), DraftShape(8, 2, None))
     costs, found, lengths = StepCostModel.unprofiled(levels), set(), []
 
@@ -254,12 +255,13 @@ def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed:
         lengths.append(adaptive(costs, (1, 0), (0, 0, 1)))
         run(lengths[-1])
     assert {*lengths} == timed
-    if cost > 3:  # three tokens each, which without drafts take 3
+    if cost > 3:  # three tokens each, which take 3 without drafts
         assert lengths.count(1) * (cost - 3) <= PROBE_SHARE * len(lengths)
 
 
 def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:
-    """Something else ran as steps with drafts were timed: as if they lost even if all passed."""
+    """Other work ran while steps with drafts were timed, so drafts seem to lose even if all are
+    accepted."""
     server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.03)
     true_cost = server.cost
     server.cost = lambda rows, n: true_cost(rows, n) * (1 + n)  # type: ignore[method-assign]
@@ -271,7 +273,7 @@ def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:
 
 
 def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
-    """A core that others use may tell a hundred times too much of the level that pays."""
+    """On a shared core, the best shape may be measured as a hundred times too slow."""
     server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.001)
     server.idle()
     decide = server.planner._decide
@@ -283,8 +285,8 @@ def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
 
 
 def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
-    """Else each level would seem to lose even if all its drafts passed, and be probed_at at once in
-    thousands of steps."""
+    """Otherwise each shape would seem to lose even if all its drafts were accepted. Then it would
+    be probed only once in thousands of steps."""
     server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.05)
     server.idle()
     quiet = server.step_s
@@ -298,8 +300,8 @@ def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
 
 
 def test_what_was_measured_while_idle_is_no_look() -> None:
-    """Its last trial stands right before steps that take less, for contexts are short at first: the
-    level would seem to take as much longer."""
+    """The last profile step precedes cheaper steps, because contexts are short at first. Taken as a
+    probe, it would make the shape look slower."""
     costs, cost_s = StepCostModel.unprofiled(chain_shapes(3)), (1.0, 1.2, 1.5, 2.4)
 
     def run(draft_shape: int, factor: float) -> None:
@@ -330,14 +332,14 @@ def test_work_comes_before_what_is_not_measured_yet() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_trials_leave_no_trace(tmp_path: Path, overlap: bool) -> None:
-    """Neither in the caches, but for the dummy page, nor in what comes after them."""
+    """Profile steps change no cache page except the dummy page, and no later output."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
     measured = Bench(loaded, overlap=overlap, draft_length="adaptive", measures=True)
     before = [cache.clone() for cache in measured.all_caches()]
     while measured.decode.has_work():
         measured.decode.step()
-    num_sizes, num_levels = 3, 2  # what costs too much beyond these is not timed
+    num_sizes, num_levels = 3, 2  # more expensive shapes are not timed
     assert measured.decode.num_steps >= num_sizes * num_levels * NUM_PROFILE_STEPS
     for cache, clean in zip(measured.all_caches(), before, strict=True):
         assert not torch.equal(cache[0], clean[0]) and torch.equal(cache[1:], clean[1:])
@@ -349,7 +351,7 @@ def test_trials_leave_no_trace(tmp_path: Path, overlap: bool) -> None:
 def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as one that is too large for the memory."""
+    """Such an error is running out of memory."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
     bench = Bench(loaded, draft_length="adaptive", measures=True)
@@ -383,7 +385,8 @@ def test_acceptance_that_rises_is_noticed_at_length_zero() -> None:
 
 
 def test_what_is_blind_looks_soon_again() -> None:
-    """Many rows may turn together; while nothing is drafted only looks tell of it."""
+    """Acceptance may change in many rows at once, which only probes detect while nothing is
+    drafted."""
     server = Server(local_planner(may_profile=True), 0.05, 1.0, 0.05)
     server.idle()
     assert server.run([3] * 32, 400)[-100:].count(0) >= 90
@@ -415,8 +418,9 @@ def test_shares_count_only_rows_that_came_so_far() -> None:
 def test_drafts_after_steps_without_are_those_of_a_warm_cache(
     tmp_path: Path, num_idle: int, handover_hidden: bool
 ) -> None:
-    """Exactly: each equals the draft of a drafter without any cache, in the step after those at
-    n = 0 as in all later ones. Meanwhile the drafter catches up once in 16 steps."""
+    """Each draft equals that of a drafter without a cache, in the first step after ``num_idle``
+    steps without drafts and in all later ones. Without drafts, the drafter catches up once in 16
+    steps."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
     spy = Spy(loaded.drafter)

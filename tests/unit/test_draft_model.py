@@ -1,5 +1,5 @@
-"""A second model that drafts: its drafts are what it would write itself, by transformers; and what
-cannot draft for a checkpoint is refused."""
+"""Drafting with a second model: its drafts equal its own greedy output in transformers. A model
+that cannot draft for the checkpoint is rejected."""
 
 import json
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def written(folder: Path, *, seed: int, **sizes: int) -> Path:
-    """A random checkpoint with the shipped one's tokenizer."""
+    """Write a random checkpoint with the shipped checkpoint's tokenizer."""
     tiny.write_tiny(folder, seed=seed, num_nextn_predict_layers=0, **VOCAB, **sizes)
     (folder / "tokenizer.json").write_bytes((TINY_MODEL / "tokenizer.json").read_bytes())
     return folder
@@ -49,7 +49,7 @@ def loaded_with(main: Path, small: Path, *sets: str) -> LoadedModel:
 def chain_drafts(
     loaded: LoadedModel, ids: Sequence[int], num_drafts: int, num_idle: int, page_size: int = 4
 ) -> list[tuple[list[int], list[int]]]:
-    """What was known before each step that drafted, and its drafts."""
+    """Return the tokens known before each step that drafted, and the drafts of the step."""
     spy, told = Spy(loaded.drafter), list[tuple[list[int], list[int]]]()
     bench = Bench(
         replace(loaded, drafter=spy),
@@ -73,8 +73,8 @@ def chain_drafts(
 def test_drafts_are_what_the_draft_model_writes_itself(
     main: Path, small: Path, num_drafts: int, length: int, num_idle: int
 ) -> None:
-    """From the prompt's entries, which come with the hand-over, behind accepted and rejected drafts
-    and behind steps that drafted nothing."""
+    """Drafts start from the prompt's entries, which come with the KV hand-over. They follow
+    accepted and rejected drafts, and steps without drafts."""
     told = chain_drafts(loaded_with(main, small), prompt(length), num_drafts, num_idle)
     assert len(told) > 10
     for known, drafts in told:
@@ -90,8 +90,8 @@ def test_a_model_that_drafts_for_itself_is_always_right(main: Path) -> None:
 def test_a_tree_has_room_for_all_that_drafting_it_writes(
     main: Path, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More nodes are drafted on from than are verified, a slot further than MTP's: none of them
-    lies behind a page table that is as narrow as may be."""
+    """Drafting a tree writes more nodes than are verified, one slot further than with MTP. None of
+    them lies outside the narrowest page table."""
     tree = "speculation.max_depth=4", "speculation.max_tree_nodes=4", "speculation.top_k=4"
     loaded, spared = loaded_with(main, small, *tree, "model.kernels=torch"), list[int]()
 
@@ -113,7 +113,7 @@ def test_its_cache_is_its_own_and_told(main: Path, small: Path) -> None:
 
 
 def changed(folder: Path, target: Path, name: str, **changes: object) -> Path:
-    """A copy with other values in a JSON file of it."""
+    """Copy a folder and change values in one of its JSON files."""
     target.mkdir()
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())

@@ -1,6 +1,6 @@
-"""Drafts have an oracle too: a drafter without any cache must propose what the cached one does.
+"""Check drafts against an oracle: a drafter without a cache must propose the same drafts.
 
-And a scripted drafter forces every acceptance pattern, so that no position goes untested.
+A scripted drafter also forces every acceptance pattern, so that every position is tested.
 """
 
 from dataclasses import replace
@@ -45,8 +45,9 @@ def fresh_rows(ids: list[int], page_size: int, position_offset: int) -> tuple[Ba
 
 
 def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
-    """Whole history, no cache kept: main model over all but the last token, then the MTP layer
-    over (token i+1, hidden i), then its own output row by row."""
+    """Draft from the whole history without a cache. Runs the main model over all but the last
+    token. Then runs the MTP layer over (token i+1, hidden i), and over its own output row by
+    row."""
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
     [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
     ids, drafts = tokens[1:], []
@@ -59,7 +60,7 @@ def drafts_from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int)
 
 
 class Spy:
-    """The real drafter, with its proposals kept."""
+    """The real drafter; its proposals are recorded."""
 
     runs_on_host = True
 
@@ -152,7 +153,7 @@ def test_forced_rejection_at_every_position(loaded: LoadedModel, pattern: list[i
 def test_zero_hidden_leaves_pulled_draft_slots_untouched(
     loaded: LoadedModel, num_drafts: int
 ) -> None:
-    """First-step rows and later rows in one batch: every pulled slot stays byte-identical."""
+    """In a batch of first-step rows and later rows, every pulled slot stays byte-identical."""
     bench = Bench(loaded, num_drafts=num_drafts, handover_hidden=False)
     bench.start(greedy("old", prompt(11), 30, ignore_eos=True))
     bench.decode.step()
@@ -175,7 +176,8 @@ def slots_of(bench: Bench, pages: list[int], num_tokens: int) -> Tensor:
 
 
 def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: LoadedModel) -> None:
-    """The test above can fail: a first row that is not marked rewrites slot L-2 with garbage."""
+    """Shows that the test above can fail: an unmarked first row overwrites slot L-2 with
+    garbage."""
     bench = Bench(loaded, num_drafts=1, handover_hidden=False)
     bench.start(greedy("r", prompt(12), 9, ignore_eos=True))
     pages = bench.sequence("r").pages
@@ -189,7 +191,7 @@ def test_pass_one_without_suppression_would_spoil_the_pulled_slot(loaded: Loaded
 
 
 def test_poisoned_padding_changes_nothing(loaded: LoadedModel) -> None:
-    """Padding rows of pass 1 and the dummy page may hold anything finite."""
+    """Padding rows of pass 1 and the dummy page may hold any finite values."""
     outputs = []
     for poison in (0.0, 1e4, -1e4):
         bench = Bench(loaded, num_drafts=3)
@@ -240,7 +242,8 @@ def test_max_tokens_with_drafts_in_flight(loaded: LoadedModel, max_tokens: int) 
 
 
 def test_drafts_may_cross_max_model_len(tmp_path: Path) -> None:
-    """The last tokens before the limit are those of plain decoding, for every n."""
+    """The last tokens before the limit equal those of plain decoding, for every number of
+    drafts."""
     tiny.write_tiny(tmp_path, seed=12)
     ids = prompt(20)
     answers = []

@@ -1,4 +1,4 @@
-"""Tokens drawn by kernels are torch's, to the token."""
+"""Tokens drawn by our kernels equal those drawn by torch."""
 
 import itertools
 from dataclasses import replace
@@ -27,8 +27,8 @@ def normal(*shape: int, seed: int) -> Tensor:
 def test_drawing(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int, spread: float, step: float
 ) -> None:
-    """Mixtures of filters beside torch's sorting, and the likeliest of two rows more, at two
-    places of each: flat, as a model has them, and peaked."""
+    """Draw with mixtures of filters, and greedily in two rows. Each row has two places: flat, as
+    from a model, and peaked."""
     if IS_INTERPRETED:
         from tandem.model.kernels.gpu import sample
 
@@ -44,7 +44,8 @@ def test_drawing(
 
 
 def to_draw(num_tokens: int, spread: float, step: float) -> tuple[list[SamplingParams], Tensor]:
-    """Settings of rows, of which the first two are greedy, and logits of two places of each."""
+    """Return the settings of rows, of which the first two are greedy, and logits of two places
+    each."""
     ways = itertools.product((0, 7, 60), (1.0, 0.9, 1e-6))
     filters = [(k, p, m) for (k, p), m in zip(ways, itertools.cycle((0.0, 0.05)), strict=False)]
     asked = [(0.0, filters[0]), (0.0, filters[-1]), *((1.2, one) for one in filters)]
@@ -63,7 +64,7 @@ def to_draw(num_tokens: int, spread: float, step: float) -> tuple[list[SamplingP
 
 @native_only
 def test_many_draws_are_those_of_torch() -> None:
-    """To the token, of a vocabulary as wide as any; logits may lie apart."""
+    """Draw from vocabularies up to DeepSeek-V3's size, also with logits that are not contiguous."""
     for num_tokens, num_rows in ((2048, 500), (129_280, 4)):
         settings = [
             SamplingParams(temperature=0.8, top_k=k, top_p=p, seed=i)
@@ -113,7 +114,7 @@ def check_log_probs(got: Tensor, wanted: Tensor) -> None:
 def test_equals_lie_on_an_edge_that_is_in_several_splits(
     monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    """Of those the first are kept, whatever split they are in."""
+    """The first of equal values are kept, whatever split they are in."""
     if IS_INTERPRETED:
         from tandem.model.kernels.gpu import sample
 
@@ -130,7 +131,7 @@ def test_equals_lie_on_an_edge_that_is_in_several_splits(
 
 @gpu_only
 def test_the_largest_is_a_number_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of equals, in whatever split."""
+    """The first of equal values wins, in whatever split it lies."""
     from tandem.model.kernels.gpu import sample
 
     monkeypatch.setattr(sample, "TILE", 8)
@@ -159,7 +160,7 @@ def test_drawing_from_nothing_ends() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
 @pytest.mark.parametrize("num_tokens", [5, 200, 4096])
 def test_rules_give_the_bits_of_torchs(num_tokens: int, num_drafts: int) -> None:
-    """Also where drafts are the same token twice, and where but some of them are seen."""
+    """Also covers a token that is drafted twice, and drafts of which only some are seen."""
     rules, made = no_rules(3, num_tokens, torch.device("cpu")), torch.Generator().manual_seed(0)
     drawn = replace(
         rules,

@@ -1,5 +1,5 @@
-"""EAGLE's heads against what their authors' code computes of the same weights, read from files as
-they publish them; drafts against those from scratch; bad input."""
+"""EAGLE heads in the format of their authors: outputs equal those of the authors' code. Drafts
+equal those computed without a cache, and bad input is rejected."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def load_with(main: Path, head: Path, kind: str, *sets: str) -> LoadedModel:
 
 
 def rows(ids: Tensor, first: int) -> Batch:
-    """Decode rows of one sequence, from slot ``first`` on; positions are slots."""
+    """Return decode rows of one sequence, from slot ``first`` on; positions are slots."""
     slots = torch.arange(first, first + len(ids)).unsqueeze(0)
     table = torch.tensor([[3, 1, 5, 2]])
     places = physical_slots(table, slots, None, PAGE_SIZE)
@@ -84,7 +84,7 @@ def test_eagle_1_is_eagle_llm(main: Path, tmp_path: Path, file: str) -> None:
 
 
 def test_eagle_3_is_specforge(main: Path, tmp_path: Path) -> None:
-    """Step 0 of the training-time test is pass 1, step k pass k + 1 behind each row."""
+    """Step 0 of the training-time test is pass 1, and step k is pass k + 1 after each row."""
     loaded, wanted = load_with(main, write_head(tmp_path, "eagle3"), "eagle3"), told("eagle3")
     drafter, [ids] = loaded.drafter, wanted["ids"]
     assert isinstance(drafter, EagleDrafter) and drafter.num_features == 3 * 48
@@ -107,7 +107,7 @@ def test_eagle_3_is_specforge(main: Path, tmp_path: Path) -> None:
 
 
 def test_speculators_say_the_same_in_other_words(main: Path, tmp_path: Path) -> None:
-    """Layers are numbered, and what the layer is lies deeper in config.json."""
+    """In speculators' format layers are numbered, and config.json nests the layer's settings."""
     plain = load_with(main, write_head(tmp_path / "plain", "eagle3"), "eagle3")
     tensors = head_tensors("eagle3")
     names = {name: name.replace("midlayer.", "layers.0.") for name in tensors}
@@ -132,7 +132,7 @@ def test_speculators_say_the_same_in_other_words(main: Path, tmp_path: Path) -> 
 def test_features_are_what_enters_the_layers_that_a_config_names(
     main: Path, tmp_path: Path
 ) -> None:
-    """By default layers 2, L // 2 and L - 3, by transformers' numbers of hidden states."""
+    """The default is layers 2, L // 2 and L - 3, numbered like transformers' hidden states."""
     ids = prompt(11)
     states = tiny.reference(main)(torch.tensor([ids]), output_hidden_states=True).hidden_states
     for said, taps in ((None, (2, 3, 4)), ([0, 5], (0, 5))):
@@ -172,7 +172,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
-    """Whole history, no cache kept."""
+    """Draft from the whole history without a cache."""
     drafter = loaded.drafter
     assert isinstance(drafter, EagleDrafter)
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
@@ -340,7 +340,7 @@ OF_LLAMA: dict[str, Any] = {
     "transformers_version": "4.28.1",
     "use_cache": True,
 }
-"""Keys that all of these have, as transformers writes a LlamaConfig."""
+"""Keys that all of these configs have, as transformers writes a LlamaConfig."""
 PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "EAGLE": ("eagle1", {"bias": False}),
     "SpecForge": (
@@ -391,7 +391,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_keys_of_published_heads_are_known(main: Path, tmp_path: Path, name: str) -> None:
-    """With values of a head of this size."""
+    """Use the published keys with values of a head of this size."""
     kind, changed = PUBLISHED[name]
     head = write_head(tmp_path, kind, **OF_LLAMA | changed)
     assert isinstance(load_with(main, head, kind).drafter, EagleDrafter)
@@ -423,8 +423,8 @@ def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
-    """Answers are those of no drafts, and more than one node deep something is accepted now and
-    then; a beam that sees more than bits can tell is refused."""
+    """Answers equal those without drafts, and some drafts are accepted. A beam too wide for the bit
+    masks is rejected."""
     loaded = load_with(
         main,
         write_head(tmp_path, kind),
@@ -444,7 +444,7 @@ def test_trees(main: Path, tmp_path: Path, kind: str) -> None:
 
 
 def facts(loaded: LoadedModel) -> tuple[str, ...]:
-    """What a rank says of its caches."""
+    """Return the facts about its caches that a rank reports."""
     spec, config, pool = RankSpec("p", PREFILL, 1), TandemConfig(), PagePool(4, PAGE_SIZE)
     parts = RankParts(
         spec, config, loaded, pool, loaded.allocate_caches(4, PAGE_SIZE), EngineLoop("none")
@@ -474,7 +474,7 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
 
 
 def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_path: Path) -> None:
-    """Before anything is read; a folder with the same files is the same head."""
+    """The comparison precedes loading. A folder with the same files counts as the same head."""
     norm = head_tensors("eagle3")["midlayer.hidden_norm.weight"]
     heads = {
         "head": write_head(tmp_path / "a", "eagle3"),
@@ -487,7 +487,7 @@ def test_a_head_is_part_of_the_weights_that_a_cluster_compares(main: Path, tmp_p
     found: dict[str, str] = {}
 
     class Enough(Exception):
-        """The weights need not be read."""
+        """Ends the load before the weights are read."""
 
     for name, head in heads.items():
 

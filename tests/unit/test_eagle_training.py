@@ -1,5 +1,5 @@
-"""Heads in training are those that draft, by their authors' tables; losses are the authors' own of
-the same tensors, or the paper's formula."""
+"""Heads in training compute the same as heads that draft, by their authors' tables. Losses equal
+the authors' losses of the same tensors, or the paper's formula."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ OF_TABLES = {"intermediate_size": 40, "rms_norm_eps": 1e-5, "draft_vocab_size": 
 
 
 def table_head(kind: str) -> tuple[Head, Network]:
-    """With the table's weights, over a network of its embedding."""
+    """Return a head with the table's weights, over a network with its embedding."""
     network = Network(
         NetworkConfig(vocab_size=96, hidden_size=48, num_hidden_layers=7)
     ).requires_grad_(False)
@@ -95,12 +95,12 @@ def test_losses_are_the_authors_own() -> None:
 
 
 def check_loss(got: Tensor, wanted: Tensor, num_terms: int) -> None:
-    """Both are in fp32."""
+    """Compare two losses that are computed in fp32."""
     assert_near(got, wanted, 2 * rounding(num_terms / NUM_LANES, float(wanted)))
 
 
 def test_top_k_distillation_is_the_papers() -> None:
-    """arXiv 2408.15766, equation 3: - sum over the K likeliest tokens of q(x) log p(x)."""
+    """arXiv 2408.15766, equation 3: - sum over the K most likely tokens of q(x) log p(x)."""
     generator = torch.Generator().manual_seed(4)
     logits, truth = torch.randn(2, 1, 6, 30, generator=generator)
     teacher, total = truth.softmax(-1), 0.0
@@ -113,8 +113,8 @@ def test_top_k_distillation_is_the_papers() -> None:
 
 @pytest.mark.parametrize("kind", often(["eagle", "hass", "eagle3"], ["hass", "eagle3"]))
 def test_a_head_learns_and_drafts_what_it_learnt(tmp_path: Path, kind: str) -> None:
-    """Some steps on one text lower its loss; what is saved is a head that a rank loads, and what it
-    drafts behind that text is what it says in training."""
+    """A few steps on one text lower the loss. The saved head can be loaded by a rank, and its
+    drafts after that text are those of training."""
     network = load_network(TINY_MODEL).requires_grad_(False)
     ids = torch.arange(256).roll(13)
     head = Head(
@@ -145,7 +145,8 @@ def test_a_head_learns_and_drafts_what_it_learnt(tmp_path: Path, kind: str) -> N
 
 
 def load_saved(head: Head) -> Head:
-    """Weights as they were saved, bf16, with what features are scaled by in fc's."""
+    """Round the weights to bf16, as they are saved, with the scale of the features folded into
+    fc."""
     head.fc.weight.data *= head.scale_F
     head.scale_F = torch.ones_like(head.scale_F)
     for weight in head.parameters():
@@ -155,7 +156,7 @@ def load_saved(head: Head) -> Head:
 
 @torch.inference_mode()
 def check_drafts(drafter: EagleDrafter, network: Network, head: Head, tokens: Tensor) -> None:
-    """Logits of the training's step 0 are those of pass 1."""
+    """Check that the logits of training step 0 are those of pass 1."""
     from tests.unit.test_eagle import rows, run
 
     has_taps = head.config.has_taps

@@ -1,4 +1,5 @@
-"""No memory, threads, files, disk or object store on a node: the client is told to come again."""
+"""If a node runs out of memory, threads, files, disk or object store, clients are asked to
+retry."""
 
 import errno
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What a patch costs is counted, and one that does not apply any more is told."""
+"""The cost of a patch is counted, and a patch that no longer applies is reported."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every row of what happens when something fails names the tests that hold it."""
+"""Every row of the table of failures names the tests that check it."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""No program of a step waits for the host or has shapes that depend on values, with the kernels for
-GPUs: on tensors that have no values, for all drafters and all that rows may ask for."""
+"""No program of a step waits for the host or has value-dependent shapes, with the GPU kernels. Runs
+on fake tensors, for all drafters and all sampling options."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from tests.conformance import DRAFTERS, bench_of  # noqa: E402
 from tests.often import often  # noqa: E402
 
 ON_DEVICE = [name for name in DRAFTERS if not name.startswith("class")]
-"""But for classes of one's own, which are Python between two steps."""
+"""All drafters except user-defined classes, which run in Python between two steps."""
 OFTEN = "mtp tree", "eagle3 tree", "ngram+mtp"
 EVERYTHING = SamplingTraits(
     all_greedy=False, has_logit_rules=True, rule_names=tuple(sorted(ACCEPTANCES))
@@ -50,8 +50,8 @@ def loaded_with(name: str) -> LoadedModel:
 
 
 def keys_of(loaded: LoadedModel, bench: Bench) -> list[StepKey]:
-    """Greedy steps without drafts (which are the same for all drafters) and with most, and most
-    with all that rows may ask for."""
+    """Return keys of greedy steps with the most drafts, and of one with all sampling options. Steps
+    without drafts are the same for all drafters, so only "mtp" includes them."""
     catch_up, levels = loaded.drafter.catch_up(bench.num_drafts), loaded.drafter.draft_shapes
     usual = common_step_keys((3,), levels(bench.num_drafts), catch_up)
     greedy = [key for key in usual if key.traits == GREEDY_TRAITS]
@@ -64,7 +64,7 @@ def keys_of(loaded: LoadedModel, bench: Bench) -> list[StepKey]:
 
 
 def computed(loaded: LoadedModel, name: str) -> int:
-    """How many launches all programs have; their steps are of rows that are nobody's."""
+    """Return the number of launches of all programs, computed on dummy rows."""
     bench, num = bench_of(loaded, name), 0
     rows, programs = bench.decode._launcher.rows, bench.decode.programs
     rows.allocate_logit_rules()

@@ -1,4 +1,4 @@
-"""Members of the family beside V3: their tokens are transformers' tokens."""
+"""Models of the family other than V3 give the same tokens as transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""An abort that comes before the tasks of a request have begun loses no answer's end."""
+"""If a request is aborted before its tasks have started, every answer still gets its end."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Drafters that are fed to a step's program: the same bits as within it, and an error of theirs
-costs drafts and nothing else."""
+"""Drafters that run outside a step's program: their drafts have the same bits as within it. An
+error in such a drafter costs drafts and nothing else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +37,8 @@ def loaded(folder: Path) -> LoadedModel:
 def test_mtp_gives_the_same_bits_within_the_program_and_before_it(
     loaded: LoadedModel, overlap: bool
 ) -> None:
-    """With everything that rows can ask for, what drafts were drawn from too."""
+    """Rows use all sampling options; the distributions that drafts were drawn from are compared
+    too."""
     assert isinstance(loaded.drafter, MtpDrafter)
     fed = FedMtp(loaded.drafter._network, loaded.drafter._layer)
     fed_told, fed_caches, fed_bench = run(replace(loaded, drafter=fed), overlap, 3)
@@ -60,7 +61,7 @@ def answers(loaded: LoadedModel, num_drafts: int, asked: list[Request]) -> tuple
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, overlap: bool) -> None:
-    """No row, no token, and the next step has drafts again."""
+    """No row or token is lost, and the next step has drafts again."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 20, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     drafter = Failing()
@@ -72,7 +73,7 @@ def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, overlap: boo
 
 
 class Wrong(Again):
-    """What somebody may give by mistake, in every step with a real row."""
+    """Returns an invalid result in every step with a real row."""
 
     name, runs_on_host = "wrong", True
 
@@ -110,7 +111,7 @@ def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
 def test_what_is_no_draft_costs_drafts_only(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture, wrong: Callable, told: str
 ) -> None:
-    """Neither rows nor the rank, whatever was raised, and the log says what it was."""
+    """Rows and the rank survive any error, and the log names it."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
@@ -123,7 +124,7 @@ def test_what_is_no_draft_costs_drafts_only(
 def test_ids_that_are_no_tokens_are_drafts_that_fail(
     loaded: LoadedModel, token: int, num: int
 ) -> None:
-    """On a GPU they would be read outside of the embedding."""
+    """On a GPU, such ids would be read outside of the embedding."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(3)]
     sampled = replace(asked[2].sampling, temperature=0.8, seed=3)
     speculation = Speculation(2, REJECTION)
@@ -140,7 +141,7 @@ def test_ids_that_are_no_tokens_are_drafts_that_fail(
 
 
 def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:
-    """Every second row is told of one less, and accepts no more."""
+    """Every second row has one draft fewer and accepts no more."""
     asked = [greedy(f"r{i}", [7, 7, 7 + i], 30 - 9 * i, ignore_eos=True) for i in range(2)]
     expected, _ = answers(loaded, 0, asked)
     told, bench = answers(replace(loaded, drafter=Failing()), 1, asked)
@@ -150,7 +151,7 @@ def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:
 
 
 def test_a_drafter_that_knows_no_distribution_is_a_point_mass(loaded: LoadedModel) -> None:
-    """Whether the kind of acceptance asks for one, or says so itself."""
+    """The result is the same whether the kind of acceptance or the drafter chooses a point mass."""
     asked = everything()
     told, _ = answers(replace(loaded, drafter=_fed_again()), 2, asked)
     point = replace(asked[3], speculation=Speculation(2, REJECTION_GREEDY))

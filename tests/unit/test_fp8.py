@@ -1,5 +1,5 @@
-"""Products with FP8 matrices in blocks (kernels for GPUs, interpreted): against fp64 of the same
-quantised inputs, with ragged edges of blocks, tiles and slots."""
+"""Products with FP8 block matrices (GPU kernels, interpreted), compared with fp64 products of the
+same quantised inputs. Blocks, tiles and slots have ragged edges."""
 
 from itertools import product
 from typing import Any
@@ -32,7 +32,7 @@ def drawn(num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tenso
 
 
 def check(got: Tensor, wanted: Tensor, most: float) -> None:
-    """Each row by its norm; ``wanted`` in fp64."""
+    """Compare each row by its norm; ``wanted`` is in fp64."""
     assert got.shape == wanted.shape
     errors = (got.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
     assert errors.max() < most, errors
@@ -43,7 +43,7 @@ def blocks(num_parts: int, rows: int, columns: int, num_slots: int = NUM_SLOTS) 
 
 
 def read(x_NK: Tensor, kernels: Kernels) -> Tensor:
-    """In fp64, as they multiply it."""
+    """Return the inputs in fp64 as the kernels multiply them, quantised or not."""
     if kernels is AS_THEY_ARE:
         return x_NK.double()
     values, scales = quantise(x_NK, power_of_2_scales=False)
@@ -60,7 +60,8 @@ def mlp(
 
 
 def most_wrong(kernels: Kernels, dtype: torch.dtype) -> float:
-    """Of hidden values between two of FP8 rounding decides, and the interpreter may halve them."""
+    """Return the error bound. Rounding decides hidden values between two of FP8, and the
+    interpreter may halve them."""
     if kernels is AS_THEY_ARE:
         return WRONG[dtype]
     return 2e-2 if dtype == torch.float32 else 1e-1
@@ -82,7 +83,8 @@ def test_rows_are_quantised_by_the_largest_of_each_group(
     assert_near(scales, wanted, 2 * UNIT[torch.float32] * wanted)
     scales = scales.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
     back, exact = values.float() * scales, x.float() / scales
-    # A step of FP8, or its least one. What rounds up to a power of two the interpreter halves.
+    # A step of FP8, or its smallest one. The interpreter halves values that round up to a power of
+    # two.
     step = x.float().abs() / 8 + scales / 512
     is_told_right = exact.frexp().mantissa.abs() < 0.96
     assert ((back - x.float()).abs() <= step)[is_told_right].all()
@@ -91,8 +93,8 @@ def test_rows_are_quantised_by_the_largest_of_each_group(
 
 
 def cases(often: set[tuple[int, Kernels, torch.dtype]], *sizes: int) -> list[Any]:
-    """Return all cases of ``sizes``, both ways and both types as parameters. Those that are not run
-    ``often`` are marked as slow."""
+    """Return all cases of ``sizes``, both kinds of kernels and both dtypes as parameters. Cases
+    that are not in ``often`` are marked as slow."""
     return [
         pytest.param(*one, marks=() if one in often else pytest.mark.slow)
         for one in product(sizes, (AS_THEY_ARE, QUANTISED), TYPES)
@@ -128,7 +130,7 @@ def test_dense_products(num_rows: int, kernels: Kernels, dtype: torch.dtype) -> 
 def test_sums_in_parts(
     num_rows: int, width: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long width where outputs are few; the last part is shorter."""
+    """Wide products with few outputs are summed in parts; the last part is shorter."""
     monkeypatch.setattr(tiles, "MIN_PART_WIDTH", BLOCK)
     w, x = blocks(1, 40, width, 1), drawn(num_rows, width, torch.float16)
     one = Fp8BlockWeight(w.values[0], w.scales[0])
@@ -148,7 +150,8 @@ def test_sums_in_parts(
     ),
 )
 def test_experts(per_token: int, kernels: Kernels, dtype: torch.dtype) -> None:
-    """One without pairs, some that are elsewhere; few rows of each and more than a tile."""
+    """Some pairs are on other ranks and one expert has none. Each has few rows or more than a
+    tile."""
     num_slots, num_tokens = NUM_SLOTS + 1, 5
     w1, w2 = blocks(2, WIDTH, DIM, num_slots), blocks(1, DIM, WIDTH, num_slots)
     x, packed = drawn(num_tokens, DIM, dtype), kernels.pack_experts(w1, w2)

@@ -1,4 +1,5 @@
-"""Frames over a socket: all of them in order, to nobody without the token, and a named end."""
+"""Frames over a socket arrive in order, only with the token, and the stream's end names its
+cause."""
 
 import asyncio
 import secrets
@@ -26,7 +27,8 @@ from tests.waiting import PATIENCE_S, until
 
 
 class Board:
-    """Stands for a decode node: every session gets what is published, and its beats answered."""
+    """Stands for a decode node: every session gets what is published, and its heartbeats are
+    answered."""
 
     def __init__(self) -> None:
         self.readers: dict[int, Callable[[Frame], None]] = {}
@@ -43,7 +45,7 @@ class Board:
             reader(frame)
 
     async def unread(self) -> None:
-        """Wait until nobody reads."""
+        """Wait until the last reader has left."""
         await until(lambda: not self.readers)
 
 
@@ -115,7 +117,8 @@ async def test_the_end_of_the_engine_is_told() -> None:
 
 
 async def test_a_beat_tells_only_of_what_was_granted_before_it_was_sent() -> None:
-    """What is granted while a beat is on its way cannot be in its answer, and is not lost."""
+    """A grant made while a heartbeat is in flight cannot be in its reply and must not count as
+    lost."""
     early, late = Identity("early"), Identity("late")
     beat = Heartbeat(EngineProgress(0, 0.0, 60.0), RankLoad(num_active_rows=1), alive=(early,))
     beats = asyncio.Queue[int]()
@@ -197,7 +200,7 @@ async def test_a_frame_longer_than_any_may_be_is_not_waited_for(
 async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also while they may still greet."""
+    """The limit also applies before the handshake times out."""
     monkeypatch.setattr(framing, "GREETING_S", 10 * PATIENCE_S)
     async with served() as (board, server):
         address, silent = await server.listen(), framing.MAX_PENDING_HANDSHAKES

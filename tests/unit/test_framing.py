@@ -1,4 +1,5 @@
-"""Frames are cut right however bytes arrive; who does not greet as it should is not waited for."""
+"""Frames are parsed correctly however bytes arrive; a connection without a valid handshake times
+out."""
 
 import asyncio
 import itertools
@@ -64,7 +65,7 @@ async def test_what_is_received_ends_with_the_connection_also_within_a_frame() -
 
 
 class Gate:
-    """``strangers`` by name, and those that were turned away."""
+    """Handshakes of connections by name, and the connections that were turned away."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 50.0
@@ -104,7 +105,7 @@ def test_each_gate_has_a_token_of_its_own(gate: Gate) -> None:
     ("before", "after"), [(0, b""), (0, b"m"), (0, b"mee"), (31, b"me"), (33, b"me")]
 )
 def test_another_greeting_is_refused(gate: Gate, before: int, after: bytes) -> None:
-    """Too short, too long, or of another token."""
+    """The token is too short, too long or wrong."""
     token = (gate.handshakes.token + b"x")[:before] if before else gate.handshakes.token
     with pytest.raises((ConnectionError, ValueError)):
         gate.greet("a", token + after)

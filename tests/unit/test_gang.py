@@ -1,4 +1,4 @@
-"""A gang from life to life, over ranks that do as they are told."""
+"""A gang from epoch to epoch, over scripted ranks."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -62,12 +62,12 @@ class FakeRank:
         self.is_killed = True
 
     async def asked(self, num: int) -> None:
-        """Wait until it was asked so many times more."""
+        """Wait until the rank was polled ``num`` more times."""
         last = self.num_asked + num
         await until(lambda: self.num_asked >= last)
 
     def become(self, progress: float = 1.0) -> None:
-        """Loaded so far; whole is ready."""
+        """Set the share that is loaded; 1.0 means ready."""
         spec, path = self.state.spec, self.state.log_path
         info = RankInfo(spec, ("f",), "none", MODEL, 9, 9) if progress == 1.0 else None
         said = {"progress": progress, "info": info, "activity": LOADING}
@@ -75,7 +75,7 @@ class FakeRank:
 
 
 class FakeMachines:
-    """``on_launch`` shapes each new rank; ``lives`` has them by epoch."""
+    """``on_launch`` configures each new rank; ``lives`` holds them by epoch."""
 
     def __init__(self, on_launch: Callable[[FakeRank], None] = lambda rank: None) -> None:
         self.lives: dict[int, FakeRank] = {}
@@ -124,7 +124,7 @@ def haste(monkeypatch: pytest.MonkeyPatch) -> None:
 async def kept(
     machines: FakeMachines, *sets: str
 ) -> AsyncIterator[tuple[GangSupervisor, list[Gang]]]:
-    """A supervisor and every value that its gang has had."""
+    """Yield a supervisor and all values that its gang has had."""
     config, seen = load(None, ["control.stall_timeout_s=0.1", *sets]), list[Gang]()
     supervisor = GangSupervisor(
         plan_gangs(config)[0], config, machines, machines, lambda: seen.append(supervisor.gang)
@@ -187,7 +187,8 @@ async def test_room_that_cannot_be_given_back_does_not_end_the_keeping(
 
 @pytest.mark.parametrize("service_s", [60, 0])
 async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
-    """And it is told how often in a row, until a life serves for long or somebody attaches."""
+    """The number of consecutive failures is reported until an epoch serves long enough or a driver
+    attaches."""
 
     def doomed(rank: FakeRank) -> None:
         rank.become()
@@ -223,7 +224,7 @@ async def test_the_users_mistake_leaves_it_down_at_once() -> None:
 
 
 async def test_who_is_told_that_it_is_down_may_begin_it_again() -> None:
-    """Its room has been given back by then, and nothing of its end is still under way."""
+    """The placement group was released before, and nothing of the gang's end is still running."""
     machines, config = FakeMachines(), load()
     machines.refusal = Overloaded("no room")
     cleared: list[int] = []
@@ -270,7 +271,8 @@ async def test_a_silent_rank_is_ended_only_when_somebody_suspects_it() -> None:
 
 
 async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_next() -> None:
-    """Its frames end then: who begins next and does not answer yet is not to blame."""
+    """The frames of the old epoch end at that time. The report must not count against the next
+    epoch, which does not answer yet."""
 
     def starts(rank: FakeRank) -> None:
         rank.is_frozen = rank.state.spec.epoch == 102

@@ -1,4 +1,4 @@
-"""A gang of several ranks: who dies is replaced, who is left is in the next life."""
+"""A gang of several ranks: a dead rank is replaced and the others join the next epoch."""
 
 import asyncio
 import time
@@ -75,7 +75,7 @@ class FakeRank:
         return self.state
 
     async def asked(self, num: int) -> None:
-        """Wait until it was asked so many times more."""
+        """Wait until the rank was polled ``num`` more times."""
         last = self.num_asked + num
         await until(lambda: self.num_asked >= last)
 
@@ -115,7 +115,8 @@ class FakeRank:
 
 
 class FakeMachines:
-    """``begun`` has (epoch, room, ranks) of each call; ``ranks`` who lives at each place."""
+    """``begun`` holds (epoch, placement group's epoch, ranks) of each call; ``ranks`` the current
+    ranks."""
 
     def __init__(self) -> None:
         self.ranks: dict[int, FakeRank] = {}
@@ -185,7 +186,7 @@ async def ready_gang() -> AsyncIterator[tuple[FakeMachines, GangSupervisor, list
 
 
 def lives(machines: FakeMachines) -> list[tuple[int, int]]:
-    """When each rank's process was born, and the life that it is in."""
+    """Return the epoch in which each rank's process was started, and the epoch that it is in."""
     specs = [machines.ranks[rank].state.spec for rank in range(NUM_RANKS)]
     return [(spec.process_epoch, spec.epoch) for spec in specs]
 
@@ -202,7 +203,7 @@ async def test_ranks_meet_at_rank_0_and_are_addressed_one_by_one() -> None:
 
 @pytest.mark.parametrize("victim", range(NUM_RANKS))
 async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: int) -> None:
-    """Also when others tell that the epoch is over before the death itself is known."""
+    """This also holds if other ranks report the end of the epoch before the death is known."""
     async with ready_gang() as (machines, supervisor, seen):
         before = dict(machines.ranks)
         for rank in before.values():
@@ -221,8 +222,8 @@ async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: 
 
 
 async def test_the_others_leave_while_the_words_of_the_dead_are_fetched() -> None:
-    """From a machine that is lost they take ten seconds, and a stopped peer holds up who leaves for
-    five."""
+    """Fetching the log of a rank on a lost machine takes ten seconds. A stopped peer delays a rank
+    that leaves by five."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         machines.may_tell_words.clear()
@@ -248,7 +249,8 @@ async def test_who_failed_tells_of_its_step_before_it_leaves() -> None:
 async def test_the_pause_before_a_life_begins_with_the_death(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is over when the search for words has taken as long."""
+    """The pause counts from the death: it is over if fetching the log has taken its whole
+    duration."""
     monkeypatch.setattr(restart_policy, "PAUSE_S", 1000.0)
     async with ready_gang() as (machines, supervisor, _):
         clock = SimpleNamespace(monotonic=time.monotonic, time=time.time)
@@ -272,7 +274,8 @@ async def test_who_cannot_leave_is_killed_too() -> None:
 
 
 async def test_who_is_left_keeps_its_weights_while_the_others_room_is_moved() -> None:
-    """From a machine that is lost to another, which takes as long as there is none."""
+    """The placement group moves from a lost machine to another, and waits as long as there is
+    none."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         moves = RankLost("[2] of its ranks have no machine any more")
@@ -284,7 +287,7 @@ async def test_who_is_left_keeps_its_weights_while_the_others_room_is_moved() ->
 
 
 async def test_who_cannot_leave_does_not_end_the_keeping() -> None:
-    """Whatever it raises; the others keep their processes."""
+    """The other ranks keep their processes, whatever ``leave`` raises."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         before[1].leave_error = RuntimeError("Ray is away")
@@ -374,7 +377,8 @@ async def test_the_mistake_of_one_rank_leaves_the_gang_down_as_a_whole() -> None
 
 
 async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
-    """As while Ray's head is away: it is killed when that is back."""
+    """Killing fails, for example, while Ray's head is away; the rank is killed when the head is
+    back."""
     async with ready_gang() as (machines, supervisor, _):
         lost = machines.ranks[1]
         lost.kill_error = ConnectionError("no head node")
@@ -390,7 +394,8 @@ async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
     ("num_joined", "has_left"), [(0, False), (0, True), (1, False), (NUM_RANKS, False)]
 )
 async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_left: bool) -> None:
-    """Loaded, half joined, ready or departed ranks: no process is ended, no epoch joined twice."""
+    """Adopt loaded, half joined, ready or departed ranks. No process ends and no epoch is joined
+    twice."""
     machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     ranks = [FakeRank(spec) for spec in plan.specs(55, ["127.0.0.1"] * NUM_RANKS)]
@@ -407,7 +412,8 @@ async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_
 
 
 async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replaced() -> None:
-    """In the room of its first: nobody else's process ends."""
+    """The rank is replaced in the placement group of the gang's first epoch; no other process
+    ends."""
     machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     specs = plan.specs(55, ["127.0.0.1"] * NUM_RANKS)
@@ -425,7 +431,8 @@ async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replac
 
 
 async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> None:
-    """As when a controller could not learn the placement of what it adopted."""
+    """Ranks can differ if a controller could not read the placement of the ranks that it
+    adopted."""
     async with ready_gang() as (machines, supervisor, _):
         for rank in machines.ranks.values():
             rank.says(placement="another")
@@ -438,7 +445,7 @@ async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> 
 
 
 async def test_a_suspicion_that_comes_while_others_still_answer_is_kept() -> None:
-    """Who is suspected has answered the question that is under way, and will not the next one."""
+    """The suspected rank has answered the poll in progress, and will not answer the next one."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         before[0].may_answer.clear()
@@ -475,7 +482,7 @@ def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
     by_hand = [machine(None, None, 8), machine("big", None, 3)]
     assert choose_label_selector(replace(gangs[0], group=None), by_hand) == {}
     assert choose_label_selector(gangs[0], by_hand) == {GROUP_LABEL: "big"}
-    # Five CPUs hold two ranks: "a" has room for three in all, "b" for five, "c" for four.
+    # Five CPUs hold two ranks: "a" can hold three in all, "b" five, "c" four.
     pods = [("a", 5), ("a", 2), ("b", 8), ("b", 2), ("c", 4), ("c", 5)]
     replicas = [machine("big", name, free) for name, free in pods]
     others = [machine("small", "d", 8), machine(None, None, 8), machine("big", "", 8)]
@@ -488,7 +495,7 @@ def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
     assert choose_label_selector(gangs[1], replicas[:2] + others) == {
         GROUP_LABEL: "big",
         REPLICA_LABEL: "a",
-    }  # it waits there
+    }  # the gang waits there
     small = replace(gangs[0], group="small")
     assert choose_label_selector(small, replicas + others) == {
         GROUP_LABEL: "small",
@@ -511,7 +518,7 @@ def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
 async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """However often: pauses do not grow while its head is away."""
+    """Restart pauses do not grow while Ray's head is away, however often it fails to answer."""
 
     def no_head(plan: GangPlan, launch: EpochLaunch) -> None:
         raise RaySystemError("the head is away")
@@ -531,7 +538,7 @@ async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
 async def test_ranks_begun_before_ray_fell_silent_end_and_the_others_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was begun would hold the room of who is begun next."""
+    """A rank that was started would hold the resources of the one that is started next."""
     config = load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     specs = plan.specs(1, ["127.0.0.1"] * NUM_RANKS)

@@ -1,4 +1,4 @@
-"""A change of shape changes no plan, no answer, and nothing that a step calls or copies."""
+"""A refactoring changes no plan, no answer, and nothing that a step calls or copies."""
 
 import json
 from pathlib import Path
@@ -31,6 +31,6 @@ def test_no_load_is_written_down_that_is_run_no_more() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_calls_allocates_and_copies_what_is_written_down(kind: str, num_drafts: int) -> None:
-    """Who changes a figure says in the commit what for: it is the speed of every step."""
+    """These figures decide the speed of every step. A commit that changes one gives the reason."""
     written = json.loads(PATH.read_text())
     assert figures(kind, num_drafts) == written[f"{kind}, {num_drafts} drafts"]

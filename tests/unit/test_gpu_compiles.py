@@ -1,5 +1,5 @@
-"""Every kernel for GPUs compiles for Hopper, at the sizes of DeepSeek-V2-Lite and V3, and keeps its
-values in registers. That takes no GPU; what they compute is tested in test_{kernels,drawing}.py."""
+"""Every GPU kernel compiles for Hopper, at the sizes of DeepSeek-V2-Lite and V3, without spilling
+registers. This needs no GPU. Their results are tested in test_kernels.py and test_drawing.py."""
 
 import sys
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of kernels that were compiled instead of launched."""
+    """Names of the kernels that were compiled instead of launched."""
     names: list[str] = []
     launch = JITFunction.run
 
@@ -53,7 +53,7 @@ def zeros(*shape: int) -> Tensor:
 
 
 def weights(*shape: int, kind: torch.dtype = BF16) -> Tensor:
-    """Return memory whose values nobody reads."""
+    """Return memory whose values are never read."""
     return torch.empty(shape, dtype=kind)
 
 
@@ -63,7 +63,7 @@ def fp8(num_slots: int, rows: int, columns: int) -> Fp8BlockWeight:
 
 
 def often(*sizes: Any, beside: Sequence[Any]) -> list[Any]:
-    """Return parameters: ``sizes``, and those that are slow ``beside`` them."""
+    """Return parameters: ``sizes``, and those of ``beside`` marked as slow."""
     return [*sizes, *(pytest.param(size, marks=pytest.mark.slow) for size in beside)]
 
 
@@ -83,7 +83,8 @@ def test_attention_of_prompts(compiled: list[str], kind: torch.dtype, num_heads:
 
 
 def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
-    """Once a kernel and kind of arguments: who is in its first step is not stuck."""
+    """Each kernel compiles once for each kind of arguments. A rank that compiles does not count as
+    stalled."""
     kernels, told_s = TritonKernels(132), [0.0]
     for _ in range(3):
         kernels.rms_norm(zeros(3, 11_200), zeros(11_200), 1e-6)
@@ -92,7 +93,7 @@ def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
 
 
 def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was excused stays so: the clock of those who watch never jumps."""
+    """Time that was excused stays excused, so the clock of the stall detection never jumps."""
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("tandem.model.kernels.gpu.compiling.time", clock)
@@ -178,7 +179,7 @@ def test_queries_that_flashmla_reads(compiled: list[str], num_heads: int) -> Non
 
 @pytest.mark.parametrize("num_pairs", often(6, 255, beside=[24, 160]))
 def test_experts(compiled: list[str], num_pairs: int) -> None:
-    """From few pairs of an expert to many."""
+    """Test from few to many pairs for each expert."""
     w1, w2 = weights(8, 2816, 2048), weights(8, 2048, 1408)
     x, slots = zeros(num_pairs, 2048), torch.zeros(num_pairs, dtype=torch.int64)
     TritonKernels(132).fused_experts(x, None, slots, w1, w2)
@@ -201,7 +202,7 @@ def test_experts_of_many_pairs(compiled: list[str], num_pairs: int, kind: torch.
 def test_tiles_of_experts_fit_the_pairs_that_are_here(
     monkeypatch: pytest.MonkeyPatch, num_ranks: int, num_pairs: int, tiles: set[int]
 ) -> None:
-    """Not those that all ranks bring, seven of eight of which are elsewhere."""
+    """Tiles are not chosen by the pairs of all ranks, of which seven of eight are elsewhere."""
     used = set()
 
     def run(kernel: JITFunction, *_: object, BLOCK_M: int = 0, **__: object) -> None:

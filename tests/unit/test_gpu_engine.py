@@ -1,5 +1,5 @@
-"""Whole answers with the kernels for GPUs, interpreted (TRITON_INTERPRET=1): the tokens of
-transformers, whatever the number of drafts, and in batches with ends and beginnings."""
+"""Whole answers with the GPU kernels, interpreted (TRITON_INTERPRET=1): they equal transformers'
+tokens for any number of drafts, in batches where rows start and end."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from tandem.model.kernels.gpu.kernels import TritonKernels
 
     class Here(TritonKernels):
-        """Without graphs."""
+        """GPU kernels without CUDA graphs."""
 
         exec_mode, owns_outputs = "eager", False
 
@@ -72,7 +72,7 @@ def test_answers_of_a_checkpoint_in_fp8_are_those_of_its_dequantised_copy(
 def test_answers_that_meet_no_numbers_end_alone(
     folder: Path, num_drafts: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A row of the embedding that one prompt has, and a page of another's row."""
+    """NaNs are in an embedding row that one prompt reads, and in a page of another row."""
     clean, asked = tmp_path_factory.mktemp("clean"), [[5, 9, 31], [7, 60, 61, 8], [4, 44]]
     shutil.copytree(folder, clean, dirs_exist_ok=True)
     wanted = [tiny.reference_greedy(clean, ids, 5) for ids in asked]
@@ -99,7 +99,7 @@ def test_answers_that_meet_no_numbers_end_alone(
 
 
 def check(folder: Path, reference: Path, num_drafts: int) -> None:
-    """In batches with ends and beginnings."""
+    """Check the answers in batches where rows start and end."""
     loaded = load(folder)
     assert loaded.kernels.name == "triton"
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=3)

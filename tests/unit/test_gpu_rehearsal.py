@@ -1,4 +1,4 @@
-"""The commands that measure a GPU, as docs/gpu.md has them, whole, on a CPU at small sizes."""
+"""Run the GPU measurements that docs/gpu.md documents, at small sizes on a CPU."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ def test_they_measure_everything_once() -> None:
 
 @pytest.mark.slow
 def test_a_rehearsal_is_whole(tmp_path: Path) -> None:
-    """The second goes on with what the first has measured."""
+    """The second command continues with the measurements of the first."""
     for command in COMMANDS:
         asked = [sys.executable, "-m", *command.split(), "--rehearse", "--out", str(tmp_path)]
         subprocess.run(asked, cwd=ROOT, check=True, timeout=MOST_S)

@@ -1,5 +1,5 @@
-"""Attention of grouped queries over pages: against torch in float64, row by row; trees are their
-paths. With TRITON_INTERPRET=1 the kernels for GPUs."""
+"""Grouped-query attention over pages, compared with torch in float64, row by row. Nodes of a tree
+are compared with their paths. TRITON_INTERPRET=1 tests the GPU kernels."""
 
 from dataclasses import dataclass, replace
 
@@ -15,15 +15,14 @@ CONTEXTS = [1, 5, 31, 32, 33, 130] if IS_INTERPRETED else [1, 5, 256, 257, 300, 
 GROUPS, EACH, WIDTH, SCALE = 2, 3, 32, 0.2
 PAGE_SIZE = 16
 BROKEN = [(float("nan"), 3), (float("inf"), -3)]
-"""A value that is no finite number, and its place in an entry."""
+"""A value that is not finite, and its place in a cache entry."""
 ATTENDED = WIDTH + max(CONTEXTS) / NUM_LANES
-"""Roundings of sums behind an output: scores, which are about 1 here, and weights."""
+"""Number of roundings in the sums of an output: scores, which are about 1 here, and weights."""
 
 
 @dataclass
 class Grouped:
-    """``num_q`` rows of queries over each of some sequences; what no row may read is not a
-    number."""
+    """``num_q`` query rows for each of several sequences. Entries that no row may read hold NaN."""
 
     q_XHK: Tensor
     how: AttentionMetadata
@@ -69,7 +68,7 @@ class Grouped:
         return out
 
     def rows(self, b: int, i: int) -> "Grouped":
-        """That one alone."""
+        """Return a copy with only row ``i`` of sequence ``b``."""
         x, how = b * self.lens_BQ.shape[1] + i, self.how
         bits = None if how.bits_BQ is None else how.bits_BQ[b : b + 1, i : i + 1]
         own = how._replace(
@@ -102,7 +101,7 @@ def test_rows_see_their_context(is_interleaved: bool, num_q: int, dtype: torch.d
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nodes_of_trees_see_their_bits(dtype: torch.dtype) -> None:
-    """Of slots far behind, too: a beam has more nodes than a pass has rows."""
+    """Bit masks also reach distant slots, because a beam has more nodes than a pass has rows."""
     told = Grouped.make(3, dtype, room=64)
     context_BQ = told.lens_BQ.amax(1, keepdim=True).expand(-1, 3)
     bits = torch.tensor([1, 1 << 40 | 1 << 7 | 2, 1 << 59 | 1]).expand_as(context_BQ)
@@ -118,7 +117,7 @@ def test_nodes_of_trees_see_their_bits(dtype: torch.dtype) -> None:
 def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, place: int, is_tree: bool, kernels: str
 ) -> None:
-    """Be it a key, or a value, that is no finite number."""
+    """The slot holds a key or a value that is not finite."""
     own, told = (
         TORCH_KERNELS if kernels == "plain" else ours(),
         Grouped.make(4, torch.float32, room=64),
@@ -143,7 +142,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
 @native_only
 @pytest.mark.parametrize("dtype", TYPES)
 def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
-    """And a node the bits of its path as a chain."""
+    """A node has the same bits as its path computed as a chain."""
     told = Grouped.make(4, dtype)
     whole = told.attend(ours()).unflatten(0, (-1, 4))
     for b in range(len(CONTEXTS)):
@@ -158,7 +157,7 @@ def test_a_row_is_the_same_bits_in_any_company(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_entries_are_rotated_keys_and_values(dtype: torch.dtype) -> None:
-    """What queries at the same place see of one another depends on how far apart they are alone."""
+    """Scores of queries and keys depend only on the distance between their positions."""
     generator = torch.Generator().manual_seed(5)
     kv = torch.randn(6, 2 * GROUPS * WIDTH, generator=generator).to(dtype)
     angle = torch.randn(6, WIDTH // 2, generator=generator)
@@ -172,7 +171,7 @@ def test_entries_are_rotated_keys_and_values(dtype: torch.dtype) -> None:
         False,
     )
     wanted = torch.cat((keys.flatten(1), kv[:, GROUPS * WIDTH :]), 1)
-    # Two products and their sum are rounded, and in fp32 they may be rounded once.
+    # Two products and their sum are rounded; in fp32 they may be rounded only once.
     bound = 2 * UNIT[dtype] * wanted.double().abs() + rounding(3, float(kv.abs().max()))
     assert_near(cache.flatten(0, 1)[slots], wanted, bound)
     assert torch.equal(cache.flatten(0, 1)[slots][:, GROUPS * WIDTH :], kv[:, GROUPS * WIDTH :])

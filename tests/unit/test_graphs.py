@@ -1,5 +1,8 @@
-"""What steps give and keep as CUDA graphs, whose outputs are garbage as soon as the next one runs:
-with a stand-in (tests/graphs.py), on rows that join, leave and ask for all there is."""
+"""Outputs and state of steps that run as CUDA graphs, whose outputs are invalid once the next one
+runs.
+
+A stand-in (tests/graphs.py) replaces CUDA graphs. Rows join, leave and use all sampling options.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def _copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A verdict is copied to the host, as from a device; memory is garbage until it is written;
-    and what rows ask for is captured as soon as they do."""
+    """Results are copied to the host as from a device, and unwritten memory holds garbage. Programs
+    are captured as soon as rows need them."""
     monkeypatch.setattr("tandem.model.checkpoint.tensors._to_host", Tensor.clone)
     monkeypatch.setattr("tandem.decode_node.planning.program_table.MAX_EAGER_STEPS", 0)
     torch.use_deterministic_algorithms(True)
@@ -56,9 +59,10 @@ def asked() -> list[Request]:
 
 
 def told(loaded: LoadedModel, overlap: bool) -> dict[str, list[Any]]:
-    """What each row got. They join one after the other, so programs of all sizes take turns."""
+    """Return the output of each row. Rows join one after another, so programs of all sizes take
+    turns."""
     bench = Bench(loaded, num_drafts=3, max_rows=5, overlap=overlap, buckets=(1, 2, 3, 5))
-    while bench.decode.has_work():  # programs are made ahead
+    while bench.decode.has_work():  # programs are prepared in advance
         bench.decode.step()
     for request in asked():
         bench.start(request)

@@ -1,4 +1,4 @@
-"""Where nodes listen when nobody said so: where Ray has put them."""
+"""Without a configured host, a node listens on the address of the machine where Ray placed it."""
 
 from tandem.cluster.control.plan import host_addresses
 from tandem.core.config import load
@@ -11,7 +11,7 @@ def found(addresses: dict[str, str], *sets: str) -> list[str]:
 
 
 def test_each_machine_listens_on_its_own_address() -> None:
-    """Also while it is the only one: another may join."""
+    """This also holds for a single machine, because another may join."""
     assert found({"a": "127.0.0.1"}) == ["127.0.0.1"] * 3
     assert found({"a": "10.0.0.1"}) == ["10.0.0.1"] * 3
     assert found({"a": "10.0.0.1", "b": "10.0.0.2"}) == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]

@@ -1,5 +1,6 @@
-"""The container file names what is there, in the versions that are pinned; its gateway script joins
-a gateway and a raylet for life. Stubs stand for `ray` and `tandem` (for real: test_pods.py)."""
+"""The container file names existing files and pinned versions. Its gateway script ends when
+either the gateway or its raylet ends. Stubs replace `ray` and `tandem`; test_pods.py runs the
+real ones."""
 
 import os
 import re
@@ -33,7 +34,7 @@ exit 3
 
 
 def stages() -> dict[str, list[str]]:
-    """The instructions of each stage, those of the stages that it goes on from included."""
+    """Return the instructions of each stage, including those of the stages that it is based on."""
     text = re.sub(r"^#.*\n", "", (DEPLOY / "Containerfile").read_text(), flags=re.M)
     found: dict[str, list[str]] = {}
     for line in text.replace("\\\n", " ").splitlines():
@@ -46,7 +47,7 @@ def stages() -> dict[str, list[str]]:
 
 
 def copied(stage: str) -> list[str]:
-    """What a stage copies from the tree."""
+    """Return the paths that a stage copies from the tree."""
     lines = [line.split()[1:] for line in stages()[stage] if line.startswith("COPY ")]
     trees = [line for line in lines if not line[0].startswith("--from")]
     return [word for line in trees for word in line[:-1] if not word.startswith("--")]
@@ -83,7 +84,7 @@ def test_a_target_can_be_a_pod_of_every_kind(target: str) -> None:
 
 
 def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
-    """Of a distribution, and of all that it needs here, by the names that pip compares."""
+    """Return the normalized names of a distribution and of all its dependencies on this machine."""
     found, asked = set[str](), [(name, extras)]
     while asked:
         name, extras = asked.pop()
@@ -99,7 +100,7 @@ def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
 
 
 def test_the_image_has_what_the_tests_ran_on() -> None:
-    """Package by package; of what only the image has there is a version at least."""
+    """Compare package by package. Packages that only the image has need at least a version."""
     lines = (DEPLOY / "constraints.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     own = (needed("tandem-serve") | needed("triton")) - {"tandem-serve"}
@@ -126,8 +127,8 @@ def test_a_build_is_sent_what_it_copies_and_nothing_else() -> None:
 
 
 RUN_TIME = {"cuda": {"gcc", "libc6-dev"}, "cpu": {"g++"}}
-"""What kernels call when they are compiled, where they run. Debian's g++ brings the C library's
-headers."""
+"""Packages that kernels need where they are compiled at run time. Debian's g++ depends on the C
+library's headers."""
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -151,7 +152,7 @@ def test_kernels_that_the_cuda_target_compiles_are_kept_where_pods_may_write() -
 
 
 class Script:
-    """The gateway script at work in a folder of its own."""
+    """The gateway script, running in a separate folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -176,7 +177,7 @@ class Script:
         return path.read_text().splitlines() if path.exists() else []
 
     def begun(self) -> "Script":
-        """Once both run."""
+        """Wait until the raylet and the gateway run."""
         self.touch("head-is-up")
         self._wait_for("ray.pid")
         self._wait_for("tandem.pid")

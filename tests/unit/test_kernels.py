@@ -1,7 +1,8 @@
-"""Kernels against plain torch in fp64, in both types, over shapes with every remainder; nothing is
-written but what shall be, and with native ones a row gives the same bits in any company.
+"""Kernels compared with plain torch in fp64, in both dtypes, over shapes with every remainder.
 
-TRITON_INTERPRET=1 tests those for GPUs."""
+Nothing is written outside of the outputs. With native kernels a row has the same bits in any batch.
+TRITON_INTERPRET=1 tests the GPU kernels.
+"""
 
 import weakref
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ from tests.numerics import NUM_LANES, UNIT, assert_near, rounding
 from tests.often import often
 
 MANY_PAIRS = [(False, TYPES[1])] if IS_INTERPRETED else [(False, TYPES[1]), (True, TYPES[0])]
-"""Kinds of test_many_pairs_of_experts that run whenever tests run."""
+"""Cases of test_many_pairs_of_experts that are not marked slow."""
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,13 +47,13 @@ def check(
     num_rounded: int = 1,
     growth: float = 1.0,
 ) -> None:
-    """Check a result of kernels, which add up in fp32.
+    """Check a result of kernels, which sum in fp32.
 
     Args:
-        wanted: the result in fp64, of the same rounded inputs.
-        length: how many roundings of sums are behind an element.
-        num_rounded: how many numbers of ``dtype`` are behind it, itself included.
-        growth: how many times larger a relative error becomes on its way.
+        wanted: The result in fp64, of the same rounded inputs.
+        length: Number of roundings in the sums of an element.
+        num_rounded: Number of values of ``dtype`` that an element depends on, itself included.
+        growth: Factor by which the computation amplifies a relative error.
     """
     largest = float(wanted.abs().max())
     stored = num_rounded * UNIT[dtype] * largest
@@ -78,7 +79,8 @@ def test_linear(num_rows: int, width: int, num_out: int, dtype: torch.dtype) -> 
 @native_only
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 40])
 def test_a_sum_has_the_bits_of_one_product_after_the_other(num_rows: int) -> None:
-    """Whatever a processor multiplies at once; products of bf16 numbers are exact in fp32."""
+    """This holds whatever vector width a processor has; products of bf16 numbers are exact in
+    fp32."""
     x, weight = draw(num_rows, 194, dtype=TYPES[1]), draw(48, 194, seed=1, dtype=TYPES[1])
     total = torch.zeros(num_rows, 48)
     for k in range(194):
@@ -124,21 +126,21 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 
 CONTEXTS = [1, 5, 31, 32, 33, 130] if IS_INTERPRETED else [1, 5, 256, 257, 300, 700]
-"""Around the sizes of tiles."""
+"""Context lengths around the sizes of tiles."""
 HEADS, NOPE, VALUE, SCALE = 5, 24, 48, 0.1
 ROPE, LATENT = (16, 32) if IS_INTERPRETED else (32, 112)
-"""Native: with every remainder of 64, 32 and 16."""
+"""The native sizes leave every remainder of 64, 32 and 16."""
 SPREAD = SCALE * (NOPE * LATENT + ROPE) ** 0.5
-"""Root mean square of scores of normal numbers: a relative error of a score is one so many times as
-large of its weight."""
+"""RMS of the scores of normal numbers. An error of a score, relative to SPREAD, multiplies to an
+error of its weight."""
 ATTENDED = NOPE + 2 * LATENT + ROPE + max(CONTEXTS) / NUM_LANES
-"""Roundings of sums behind an output: queries, scores, weights, latents, outputs."""
+"""Number of roundings in the sums of an output: queries, scores, weights, latents, outputs."""
 
 
 @dataclass
 class Pages:
-    """``num_q`` rows of queries over each of sequences of very different lengths; what no row may
-    read is not a number."""
+    """``num_q`` query rows for each of several sequences of very different lengths. Entries that no
+    row may read hold NaN."""
 
     q_XHK: Tensor
     up_k: Tensor
@@ -171,7 +173,8 @@ class Pages:
     def attend(
         self, first: int = 0, last: int | None = None, kernels: Kernels | None = None
     ) -> Tensor:
-        """By the tested kernels unless others are given, of these sequences."""
+        """Return the attention of sequences ``first`` to ``last`` (default: the kernels under
+        test)."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         rows = slice(first * num_q, None if last is None else last * num_q)
         table, lens = batch.page_table_BP[first:last], batch.context_lens_BQ[first:last]
@@ -183,7 +186,7 @@ class Pages:
         return kernels.mla_attend(self.q_XHK[rows], *ups, how, lens)
 
     def as_trees(self) -> "Pages":
-        """Its rows as nodes of random trees behind the shortest context of each sequence."""
+        """Return the rows as nodes of random trees after the shortest context of each sequence."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         generator = torch.Generator().manual_seed(9)
         parents = [
@@ -198,7 +201,8 @@ class Pages:
         )
 
     def path(self, b: int, node: int) -> "Pages":
-        """One node of one sequence, its path copied behind the context as a chain would lie."""
+        """Return one node of a sequence, with its path copied after the context, as a chain would
+        lie."""
         batch, num_q = self.batch, self.batch.context_lens_BQ.shape[1]
         assert batch.bits_BQ is not None
         bits, context = int(batch.bits_BQ[b, node]), int(batch.context_lens_BQ[b, node])
@@ -217,7 +221,7 @@ class Pages:
         return replace(self, q_XHK=self.q_XHK[rows], angles=(cos, sin), cache=cache, batch=chain)
 
     def wanted(self) -> Tensor:
-        """One sequence after the other, over what it may read."""
+        """Compute the expected output sequence by sequence, over the entries that each may read."""
         outs = []
         for b, lens_Q in enumerate(self.batch.context_lens_BQ):
             context = self.cache[self.batch.page_table_BP[b]].flatten(0, 1)[: int(lens_Q.max())]
@@ -238,7 +242,7 @@ class Pages:
 def test_latent_attention_reads_pages_in_place(
     is_interleaved: bool, page_size: int, num_q: int, dtype: torch.dtype
 ) -> None:
-    """Of less than a tile of slots, of one, and of several."""
+    """Pages hold less than a tile of slots, exactly one, or several."""
     told = replace(Pages.make(6, num_q, dtype, page_size), is_interleaved=is_interleaved)
     got = told.attend()
     assert got.isfinite().all()
@@ -248,20 +252,21 @@ def test_latent_attention_reads_pages_in_place(
 def check_attended(
     got: Tensor, wanted: Tensor, dtype: torch.dtype, growth: float = 0.6 * SPREAD
 ) -> None:
-    """Queries in latent space and what was attended to are rounded on their way. Errors of scores
-    are mostly below their bound, and those of weights average out."""
+    """Check attention. Queries in latent space and the attended latents are rounded on the way.
+    Errors of scores are mostly below their bound, and errors of weights average out."""
     check(got, wanted, dtype, ATTENDED, num_rounded=3, growth=growth)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_q", [2, 4] if IS_INTERPRETED else [2, 5, 17, 64])
 def test_a_node_of_a_tree_sees_its_context_and_its_path(num_q: int, dtype: torch.dtype) -> None:
-    """On CPUs with the same bits as that path as a chain, on both sides of a split of contexts."""
+    """On CPUs the bits equal those of the path as a chain, on both sides of a split of the
+    context."""
     told = Pages.make(6, num_q, dtype)
     lens_B = told.batch.context_lens_BQ.amax(1)
     slots_BS = told.batch.page_table_BP.unsqueeze(2) * 16 + torch.arange(16)
     for length, slots_S in zip(lens_B.tolist(), slots_BS.flatten(1), strict=True):
-        # What bits may tell of is read, seen or not.
+        # Slots that bits can refer to are read, whether or not a row sees them.
         free = told.cache.flatten(0, 1)[slots_S[length : length + 64]]
         told.cache.flatten(0, 1)[slots_S[length : length + 64]] = free.nan_to_num(0.5)
     trees = told.as_trees()
@@ -284,7 +289,7 @@ BROKEN = [float("nan"), float("inf"), -float("inf")]
 def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, is_tree: bool, kernels: str
 ) -> None:
-    """Whatever it holds: the last draft of a chain, or one node of a tree, in every sequence."""
+    """The slot holds the last draft of a chain, or one node of a tree, in every sequence."""
     own, num_q = TORCH_KERNELS if kernels == "plain" else ours(), 4
     told = Pages.make(6, num_q, torch.float32)
     lens_B = told.batch.context_lens_BQ.amax(1)
@@ -310,7 +315,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
 @pytest.mark.parametrize("kernels", ["plain", "ours"])
 @pytest.mark.parametrize("value", BROKEN[:1] if IS_INTERPRETED else BROKEN)
 def test_a_token_of_a_prompt_counts_for_those_after_it_alone(value: float, kernels: str) -> None:
-    """Within its segment; others never meet it."""
+    """The effect stays within the token's segment."""
     packed, own = Packed.make(torch.float32), TORCH_KERNELS if kernels == "plain" else ours()
     chosen, back = [1, 2, 3] if IS_INTERPRETED else [0, 1, 2, 3, 5], (1, 3, 59, 2, 0, 30)
     wanted = packed.attend(own, chosen)
@@ -328,7 +333,7 @@ def test_a_token_of_a_prompt_counts_for_those_after_it_alone(value: float, kerne
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_moves_within_rows_in_all_caches(dtype: torch.dtype) -> None:
-    """Each in order, so that a slot that is read and written has been read before."""
+    """Moves are done in order, so a slot that is both read and written is read first."""
     caches = [draw(6, 8, 24, seed=i, dtype=dtype) for i in range(3)]
     from_BN = torch.tensor([[11, 13, 14], [25, 26, 4], [40, 41, 42]])
     to_BN = torch.tensor([[10, 11, 13], [25, 26, 5], [40, 40, 41]])
@@ -341,21 +346,21 @@ def test_moves_within_rows_in_all_caches(dtype: torch.dtype) -> None:
 
 
 def test_a_short_context_in_many_parts() -> None:
-    """Most see nothing."""
+    """Most parts see no slot."""
     told = Pages.make(2, 3, torch.float32)
-    # Weights of so few slots hardly depend on their scores.
+    # Weights of only a few slots hardly depend on their scores.
     check_attended(told.attend(), told.wanted(), torch.float32, growth=1.0)
 
 
 PACKED = ((1, 1), (7, 7), (60, 60), (100, 700), (3, 513), (1, 512), (130, 1030))
 if IS_INTERPRETED:
     PACKED = ((1, 1), (7, 7), (60, 60), (3, 65), (1, 64), (130, 230))
-"""Tokens of each segment, and its context with them: around the sizes of blocks of both."""
+"""Tokens of each segment, and its context including them: around the block sizes of both."""
 
 
 @dataclass
 class Packed:
-    """Segments one after the other, and padding; what no row may read is not a number."""
+    """Segments one after another, then padding. Entries that no row may read hold NaN."""
 
     q_THK: Tensor
     kv_b: Tensor
@@ -379,7 +384,8 @@ class Packed:
         return cls(q, draw(HEADS, NOPE + VALUE, LATENT, dtype=dtype), angles, cache, pages)
 
     def attend(self, kernels: Kernels, chosen: list[int], drop: int = 0) -> list[Tensor]:
-        """By segment, of those ``chosen``, without the first ``drop`` tokens of each."""
+        """Return the attention of the ``chosen`` segments, without the first ``drop`` tokens of
+        each."""
         starts = list(accumulate((num for num, _ in PACKED), initial=0))
         lengths = [PACKED[g][0] - min(drop, PACKED[g][0] - 1) for g in chosen]
         ends = [starts[g + 1] for g in chosen]
@@ -397,7 +403,7 @@ class Packed:
         return parts
 
     def wanted(self, g: int) -> Tensor:
-        """Row by row, in fp64."""
+        """Compute the expected output row by row in fp64."""
         num, context = PACKED[g]
         first = sum(num for num, _ in PACKED[:g])
         c, k_pe = (
@@ -479,9 +485,9 @@ def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
     ("num_slots", "width"), often_interpreted([(5, 16), (5, 24), (100, 24)], [(5, 24)])
 )
 def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
-    """Uneven counts, experts without a token, and pairs that are not here."""
+    """Counts are uneven, some experts have no token, and some pairs are on other ranks."""
     num_tokens, dim = 17, 40
-    behind = dim + width, 4  # the two parts, what they make, and the output
+    behind = dim + width, 4  # sums of gate, up and output; number of rounded values
     x = draw(num_tokens, dim, dtype=dtype)
     gate_up = draw(num_slots, 2 * width, dim, seed=1, dtype=dtype) * 0.3
     down = draw(num_slots, dim, width, seed=2, dtype=dtype) * 0.3
@@ -511,8 +517,9 @@ def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
     often(product((False, True), TYPES), MANY_PAIRS),
 )
 def test_many_pairs_of_experts(is_wide: bool, dtype: torch.dtype) -> None:
-    """More than a tile of an expert and none of another, in any order, whatever lies in rows that
-    nobody reads; also where all pairs are of one. Wide ones have more than a block of outputs."""
+    """One expert has more than a tile of pairs and another none, in any order; once all pairs
+    are of one expert. Rows that are not read hold NaN. Wide experts have more than a block of
+    outputs."""
     num_tokens, num_slots, dim, num = 31, 4, 72, 260
     width = 16 if not is_wide else 48 if dtype == torch.float32 else 200
     x = draw(num_tokens + 1, dim, dtype=dtype)
@@ -541,7 +548,7 @@ def test_many_pairs_of_experts(is_wide: bool, dtype: torch.dtype) -> None:
 def test_pairs_are_sorted_by_slot(
     num_pairs: int, num_slots: int, most_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In their order, without those that are elsewhere; over one chunk and several."""
+    """Pairs keep their order, without those on other ranks, over one chunk and several."""
     from tandem.model.kernels.gpu import pairs
 
     monkeypatch.setattr(pairs, "MAX_PAIRS_PER_PASS", most_at_once)
@@ -567,7 +574,7 @@ def test_routing(sigmoid: bool, num_groups: int, num_tokens: int, dim: int) -> N
     ids, weights = ours().route(x, ours().pack(weight), bias if sigmoid else None, how)
     told = TORCH_KERNELS.route(x.double(), weight.double(), bias if sigmoid else None, how)
     assert torch.equal(ids, told[0])
-    # A weight is as wrong, by its own size, as the logit behind it is.
+    # The relative error of a weight is the absolute error of its logit.
     spread = float((x.double() @ weight.double().T).square().mean().sqrt())
     check(weights, told[1].double(), torch.float32, dim / NUM_LANES, growth=spread)
 
@@ -595,7 +602,7 @@ def test_combining(dtype: torch.dtype) -> None:
 
 
 def test_what_experts_gave_is_held_until_it_was_added_and_no_longer() -> None:
-    """By nothing that a layer hands on: of prompts it is hundreds of MB."""
+    """No later output of the layer keeps it alive; for prompts it is hundreds of MB."""
     out, x = draw(9, 3, 40), draw(9, 40, seed=2)
     seen, more = weakref.ref(out), ours().combine(out, draw(9, 3, seed=1), None)
     del out
@@ -612,7 +619,7 @@ def test_not_a_number_stays_one_and_stays_in_its_row() -> None:
 
 
 def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At start, and not by the first step; slow kernels are had by asking for them."""
+    """Serving fails at startup, not in the first step. Slow kernels must be selected explicitly."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     given = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
@@ -628,7 +635,7 @@ def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_gpus_that_kernels_are_not_made_for_have_plain_ones_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int
 ) -> None:
-    """At start, and not by the failure of a first step."""
+    """The fallback is reported at startup, not by the failure of a first step."""
     pytest.importorskip("triton")
     card = SimpleNamespace(name=name, multi_processor_count=108, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

@@ -1,4 +1,5 @@
-"""An import only points down (docs/structure.md); optional parts stay out of the way."""
+"""Imports only point down the layers of docs/structure.md, and optional parts are imported
+lazily."""
 
 import ast
 import subprocess
@@ -41,7 +42,7 @@ MAY_IMPORT = {
 
 
 def imports(path: Path) -> set[str]:
-    """Dotted names of every module imported anywhere in a file."""
+    """Return the dotted names of all modules imported anywhere in a file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -53,7 +54,7 @@ def imports(path: Path) -> set[str]:
 
 
 def folders_imported(path: Path) -> set[str]:
-    """Return the folders of OURS of which a file imports something."""
+    """Return the folders of OURS that a file imports from."""
     return {name.split(".")[1] for name in imports(path) if name.startswith(f"{PACKAGE}.")} & OURS
 
 
@@ -74,14 +75,14 @@ def test_imports_point_down(folder: str) -> None:
 
 
 def test_every_folder_is_imported_by_another() -> None:
-    """Else ``folders_imported`` would find nothing, and forbid nothing."""
+    """Otherwise ``folders_imported`` may find nothing, and the tests below would forbid nothing."""
     for folder in OURS - {"cluster", "colocated_node", EDGE}:
         others = files(*OURS - {folder})
         assert any(folder in folders_imported(path) for path in others), folder
 
 
 def test_the_package_is_named_in_every_import() -> None:
-    """A user's own core/ or model/ in the working directory must not be found in its place."""
+    """A user's own core/ or model/ in the working directory must not be imported instead."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"],
         cwd=ROOT,
@@ -164,7 +165,8 @@ def test_torch_distributed_only_where_a_group_is_owned() -> None:
     ids=", ".join,
 )
 def test_light_modules_stay_light(banned: tuple[str, ...], modules: tuple[str, ...]) -> None:
-    """In one process, one after the other: the first that is not light is named."""
+    """Import the modules in one process, one after another, and name the first that is not
+    light."""
     code = f"""
 import sys
 from importlib import import_module

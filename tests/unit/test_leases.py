@@ -135,7 +135,8 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
 async def test_a_release_that_comes_first_keeps_the_key_shut(
     lease_s: float, known_s: float
 ) -> None:
-    """For the longer of two times: of many short leases, or of some long ones."""
+    """The key stays closed for the longer of two times, which differ for short and for long
+    leases."""
     clock = Clock()
     book = OfferBook(lease_s, clock)
     assert not book.end(KEY, "cancelled")
@@ -149,7 +150,7 @@ async def test_a_release_that_comes_first_keeps_the_key_shut(
 
 
 async def test_a_page_keeps_the_generation_it_came_with() -> None:
-    """What a page's next owner has is not what was offered: its generation must not look right."""
+    """The page's next owner gives it another generation, which must not pass as the offered one."""
     book = OfferBook(30.0, time.monotonic)
     book.open(KEY, nothing)
     book.advance(KEY, ComputedPrefix(4, (1,), (1,)))

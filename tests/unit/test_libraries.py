@@ -1,5 +1,7 @@
-"""What libraries compute in place of kernels for GPUs (interpreted): asked as they want to be, by
-stand-ins that refuse what these refuse and compute what these are said to."""
+"""Calls of the libraries that replace GPU kernels (interpreted).
+
+Stand-ins reject the arguments that the libraries reject, and compute what the libraries document.
+"""
 
 import inspect
 import mmap
@@ -27,14 +29,14 @@ from tandem.model.kernels.gpu.fp8 import quantise  # noqa: E402
 from tandem.model.kernels.gpu.kernels import TritonKernels  # noqa: E402
 
 KIND = torch.float16
-"""Triton's interpreter multiplies the bits of bf16 numbers, as if these were the numbers."""
+"""Triton's interpreter multiplies bf16 numbers as integers, so fp16 is used."""
 DRAFT_LENGTH_POLICIES, NUM_PAGES = [5, 64, 65, 190], 3
 NOPE, LATENT, ROPE = 32, 512, 64
 
 
 class FlashMla:
-    """Dense decode as FlashMLA's source has it (csrc/api/dense_decode.h): what it checks, and
-    causal from the end where there are several rows."""
+    """Dense decode with the checks of FlashMLA's source (csrc/api/dense_decode.h). Several rows are
+    causal from the end."""
 
     def __init__(self) -> None:
         self.num_split = 0
@@ -80,7 +82,7 @@ def drawn(*shape: int, seed: int = 0, kind: torch.dtype = KIND) -> Tensor:
 
 
 def asked(num_heads: int, num_q: int, page_size: int = 64) -> tuple[Any, ...]:
-    """Queries, both matrices, pages that hold NaN behind contexts, and lengths."""
+    """Return queries, both matrices, lengths, and pages that hold NaN after the contexts."""
     num_seqs = len(DRAFT_LENGTH_POLICIES)
     lens_BQ = (
         torch.tensor(DRAFT_LENGTH_POLICIES)[:, None] - torch.arange(num_q).flip(0)
@@ -112,7 +114,7 @@ def asked(num_heads: int, num_q: int, page_size: int = 64) -> tuple[Any, ...]:
 def test_flashmla_is_asked_for_what_our_own_kernel_gives(
     num_heads: int, num_q: int, is_interleaved: bool
 ) -> None:
-    """In all layers of a pass by one split of its contexts, in the next by another."""
+    """All layers of a pass use one split of the contexts, and the next pass uses another."""
     *rest, how, lens_BQ = asked(num_heads, num_q)
     how, flash = how._replace(is_interleaved=is_interleaved), FlashMla()
     kernels = vendor.VendorKernels(flash, 8)
@@ -168,7 +170,8 @@ def scaled_mm(
     scale_recipe_b: Any,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """With blocks, as torch checks them (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    """Scaled product with block scales, with torch's checks
+    (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
     (num_rows, width), num_out = mat_a.shape, mat_b.shape[1]
     assert mat_a.dtype == mat_b.dtype == torch.float8_e4m3fn
     assert mat_a.is_contiguous() and mat_b.t().is_contiguous() and num_rows % 4 == 0
@@ -244,7 +247,7 @@ def test_who_has_no_flashmla_is_told_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_the_library_that_is_installed_has_the_operator_that_we_know() -> None:
-    """As its own text says it; to load it takes CUDA."""
+    """The schema is read from the library's file, because loading it takes CUDA."""
     try:
         wheel = distribution("sglang-kernel")
     except PackageNotFoundError:

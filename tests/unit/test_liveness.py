@@ -1,5 +1,5 @@
-"""Whether a rank gets requests follows from what is told of it alone; who needs it is told its end,
-and what it was asked to let go of outlives the answer, but not the gateway."""
+"""Only reports about a rank decide whether it gets requests. Users of a rank are notified of its
+end. Releases that it was sent outlive the answer, but not the gateway."""
 
 import asyncio
 from dataclasses import replace
@@ -127,7 +127,7 @@ async def test_who_needs_it_ends_with_what_ended_it() -> None:
 
 
 class Slow:
-    """A control of a rank that lets nothing go until it may."""
+    """A rank's control interface whose calls block until ``may_go`` is set."""
 
     def __init__(self) -> None:
         self.is_asked, self.may_go = asyncio.Event(), asyncio.Event()
@@ -185,7 +185,8 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
 
 
 async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
-    """The controller that drained it may die over that, and the next one finds it ready."""
+    """The controller that drained the rank may die meanwhile, so that the next one finds it
+    ready."""
     members, info = LocalMembers(), replace(INFO, frames=None)
     spec = info.spec
     members.controls[spec.epoch_name] = Slow()
@@ -206,7 +207,7 @@ async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
 
 
 class FailingMembers(LocalMembers):
-    """Raises once where a gateway follows it."""
+    """Raises once while a gateway follows the membership."""
 
     num_failures = 1
 

@@ -1,4 +1,5 @@
-"""Overlapped loop and padded batches emit what the plain loop emits; the program never waits."""
+"""The overlapped loop and padded batches emit the same tokens as the plain loop, and the program of
+a step never waits for the host."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +39,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 def mixed_requests(loaded: LoadedModel) -> list[Request]:
-    """Every kind of end and of sampling, in one batch."""
+    """Return a batch with every kind of end and of sampling."""
     generator = torch.Generator().manual_seed(5)
     requests = []
     for i in range(9):
@@ -57,7 +58,8 @@ def mixed_requests(loaded: LoadedModel) -> list[Request]:
 
 
 def turns(bench: Bench, requests: list[Request]) -> Iterator[None]:
-    """Requests enter as rows come free; one engine step at a time until all have ended."""
+    """Yield after each engine step until all requests have ended. Requests enter as rows become
+    free."""
     waiting = list(requests)
     while waiting or bench.decode.has_work():
         while waiting and len(bench.decode.scheduler.sequences) < bench.max_rows - 1:
@@ -108,7 +110,7 @@ def test_loops_and_buckets_emit_the_same(
 
 
 def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> None:
-    """What a preempted sequence has told is the beginning of its answer, without a gap."""
+    """The emitted tokens of a preempted sequence are a prefix of its answer, without a gap."""
     requests = [greedy(f"r{i}", list(range(5, 25)), 60, ignore_eos=True) for i in range(3)]
     whole = answers_of(Bench(loaded), requests)
     bench = Bench(loaded, overlap=True, num_pages=24)
@@ -126,7 +128,7 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
 
 
 def test_who_has_ended_with_its_first_token_keeps_nobody_turning(loaded: LoadedModel) -> None:
-    """Its gateway knows, and may be late to have it dropped."""
+    """Its gateway knows the end, but may be late to drop it."""
     bench, identity, prompt = Bench(loaded), Identity("r"), list(range(5, 25))
     bench.decode.enqueue(identity, RequestSize(len(prompt), 0, 1))
     bench.decode.activate(identity, greedy("r", prompt, 1, ignore_eos=True), 7, None)
@@ -170,7 +172,8 @@ def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, overlap: bool) -> None:
-    """Its row may still say what its last owner had there; its pages go when it is dropped."""
+    """Its row may still hold the state of its previous owner. Its pages are released when it is
+    dropped."""
     bench = Bench(loaded, num_drafts=2, max_rows=3, overlap=overlap)
     beside = greedy("beside", [5, 6, 7], 12, ignore_eos=True)
     expected = Bench(loaded, num_drafts=2).generate(beside)
@@ -230,10 +233,10 @@ def test_all_kernels_give_the_same_answers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_drafts: int) -> None:
-    """Whatever reads a tensor on the host or shapes one by its values would break the graph.
+    """Reading a tensor on the host or a value-dependent shape would break the graph.
 
-    In bfloat16: grouped products are traced in no other dtype. tests/unit/test_fake_steps.py holds
-    the same of all drafters whenever tests run.
+    Uses bfloat16, the only dtype in which grouped products are traced.
+    tests/unit/test_fake_steps.py checks the same for all drafters in every run.
     """
     loaded = load(folder, "model.kernels=torch", "model.dtype=bfloat16")
     bench = Bench(loaded, num_drafts=num_drafts)
@@ -269,7 +272,7 @@ def test_engines_end_before_what_they_run_on_ends() -> None:
 def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """It may still write to them: that step, or the one on its way."""
+    """The device may still write to them, in the failed step or the one in flight."""
     bench = Bench(loaded, overlap=True)
     bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
     bench.decode.step()

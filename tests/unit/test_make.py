@@ -1,5 +1,5 @@
-"""``make test`` runs both of its parts and fails if either does; the set-up takes torch from its
-index for CPUs where there is one."""
+"""``make test`` runs both of its parts and fails if either does. The set-up takes torch from its
+index for CPUs if that is reachable."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ exit "$FIRST"
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (1, 0), (0, 1), (1, 1)])
 def test_both_runs_happen_and_are_told(tmp_path: Path, first: int, second: int) -> None:
-    """By commands that only say that they were called."""
+    """The commands are stubs that only record their calls."""
     (tmp_path / "bin").mkdir()
     for name in ("python", "ruff", "mypy", "hadolint"):
         (tmp_path / "bin" / name).write_text(PYTHON if name == "python" else "#!/bin/sh\n")
@@ -50,7 +50,7 @@ def test_both_runs_happen_and_are_told(tmp_path: Path, first: int, second: int) 
 
 @contextmanager
 def index(folder: Path) -> Iterator[str]:
-    """Serves a folder; nobody listens there afterwards."""
+    """Serve a folder during the block; afterwards the port is closed."""
     (folder / "torch").mkdir(parents=True)
     handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,4 +1,4 @@
-"""Medusa's heads and static trees against the published code's outputs, and its formula."""
+"""Medusa heads and static trees give the outputs of the published code and its formula."""
 
 import json
 import random
@@ -31,7 +31,8 @@ CHOICES_FILE = [[0], [1], [0, 0], [2], [1, 0], [0, 0, 0], [0, 1], [1, 0, 2]]
 
 
 def tree_told(choices: list[Choice]) -> tuple[list[str], list[int], list[list[int]], list[int]]:
-    """Masks, depths, the paths to the leaves and places of nodes among ranks, root first."""
+    """Return masks, depths, the paths to the leaves, and candidate indices of the nodes, root
+    first."""
     drafter = MedusaDrafter([], choices, 8, torch.device("cpu"))
     level = drafter.draft_shapes(8)[-1]
     assert level.num_nodes == len(choices) and level.parents is not None
@@ -47,7 +48,7 @@ def tree_told(choices: list[Choice]) -> tuple[list[str], list[int], list[list[in
 
 
 def same_paths(paths: list[list[int]], padded: list[list[int]]) -> bool:
-    """Theirs are padded with what is no node."""
+    """Compare paths; the published ones are padded with values that are no node."""
     told = [[0, *(one for one in path[1:] if one > 0)] for path in padded]
     return sorted(paths) == sorted(told)
 
@@ -87,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heads(num_layers: int, has_own: bool, size: int = 48, vocab: int = 96) -> dict[str, Tensor]:
-    """By the authors' names."""
+    """Return random heads with the authors' tensor names."""
     generator = torch.Generator().manual_seed(num_layers)
     found = {}
     for i in range(NUM_HEADS):
@@ -126,8 +127,8 @@ def vllm_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_drafts_are_those_of_the_formula(
     tmp_path: Path, folder: Path, num_layers: int, kind: str, num_nodes: int | None
 ) -> None:
-    """In every step, of the main model's hidden state computed anew, whatever the files look like:
-    the k-th likeliest tokens of each head at the places of the tree."""
+    """In every step, drafts are the top-k tokens of each head, at their places in the tree. The
+    main model's hidden state is recomputed. All file formats are covered."""
     tensors = heads(num_layers, has_own=kind != "shared")
     if kind == "pt":
         torch.save(tensors, tmp_path / "medusa_lm_head.pt")
@@ -257,7 +258,7 @@ def test_choices_that_are_none_are_refused(
 
 
 def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: Path) -> None:
-    """Chains would be drafted, silently."""
+    """Otherwise chains would be drafted silently."""
     sets = f"speculation.draft_model_path={tmp_path}", "speculation.medusa_choices=any.json"
     with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.max_tree_nodes"):
         load(folder, "speculation.drafter=medusa", *sets)
@@ -269,8 +270,8 @@ def test_choices_keep_their_order_but_behind_prefixes() -> None:
 
 
 def test_calibration_is_brute_force_over_all_trees() -> None:
-    """Of up to 6 nodes, with random shares: none is worth more, and each has the nodes of the one
-    before."""
+    """Compare with all trees of up to 6 nodes, for random shares. None is better, and each chosen
+    tree contains the one before."""
     draw = random.Random(2)
     for _ in range(6):
         shares = [sorted((draw.random() for _ in range(3)), reverse=True) for _ in range(3)]

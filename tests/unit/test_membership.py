@@ -1,4 +1,5 @@
-"""What is adopted, what differs between two configs, and what a rank's shell says of itself."""
+"""Adoption of ranks by a controller, differences between configs, and the states that a rank's
+shell reports."""
 
 import asyncio
 import threading
@@ -51,7 +52,7 @@ def test_what_lives_of_gangs_is_adopted_in_the_order_of_ranks() -> None:
 
 
 def test_survivors_and_newcomers_are_adopted_together() -> None:
-    """A controller that died while one of two was being replaced left both to its next life."""
+    """A controller died while it replaced one of two ranks; its successor adopts both."""
     survivor, newcomer = state("decode-0", 4, 0, 2), state("decode-0", 7, 1, 2)
     newcomer = replace(newcomer, spec=replace(newcomer.spec, placement_group_epoch=4))
     assert names([newcomer, survivor]) == [["decode-0.4.0", "decode-0.7.1"]]
@@ -105,7 +106,7 @@ def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.M
 def test_a_cluster_after_another_was_stopped_has_other_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is left that could say which epochs there were; many gangs began at once."""
+    """No state is left that would name the used epochs, and many gangs started at once."""
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     first = EpochCounter()
@@ -126,7 +127,7 @@ def test_a_snapshot_travels_whole() -> None:
 
 
 class FakeShell(RankActor):
-    """``made`` is its rank, or why there is none."""
+    """``made`` is the rank to load, or the error that loading it raises."""
 
     made: Any = None
     num_loads = 0
@@ -194,7 +195,7 @@ async def test_a_shell_answers_from_the_start() -> None:
 
 
 class Hanging:
-    """An engine whose step does not end until ``go_on``."""
+    """An engine whose step does not end until ``go_on`` is set."""
 
     def __init__(self) -> None:
         self.entered, self.go_on = threading.Event(), threading.Event()
@@ -214,7 +215,7 @@ class Hanging:
 
 
 async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
-    """It would be two engines on one cache."""
+    """Otherwise two engines would use one cache."""
     engine, loop = Hanging(), EngineLoop("hangs")
     loop.add(engine)
 
@@ -237,7 +238,7 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
 
 
 async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
-    """The first has died over it, and the second adopts who is left."""
+    """The first controller died while waiting, and the second adopts the surviving ranks."""
     may_end, stops = asyncio.Event(), []
 
     async def stop() -> None:
@@ -259,7 +260,8 @@ async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
 
 
 async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() -> None:
-    """Whoever told it has died before its process did: it answers, and serves nobody."""
+    """The stopping controller died before the rank's process did. The rank still answers calls, but
+    is not adopted."""
     told: list[RankState] = []
 
     async def stop() -> None:

@@ -1,4 +1,4 @@
-"""Two chains in one tree: what it looks like, and who can be merged."""
+"""Merging of two draft chains into one tree, and the drafters that can be merged."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ MADE = 5, 6, 7
 def test_equal_prefixes_stand_once(
     looked: tuple[int, ...], num: int, paths: set[tuple[int, ...]]
 ) -> None:
-    """All paths of the tree, where a child that says what one before it says leads nowhere."""
+    """Compare all paths of the tree. A child that repeats an earlier sibling leads nowhere."""
     chains = (Drafts(torch.tensor([one])) for one in (MADE, looked))
     made, other = chains
     drafts = merge_chains(made, other._replace(num_B=torch.tensor([num])))

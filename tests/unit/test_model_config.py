@@ -1,4 +1,4 @@
-"""config.json: the family's own values are read, everything beyond it is refused by name."""
+"""config.json: the values of the supported family are read, all others are rejected by name."""
 
 import json
 from pathlib import Path
@@ -71,7 +71,7 @@ def test_v3_as_published() -> None:
 def test_published_softmax_scales(
     mscale: float, factor: float, theta: float, betas: tuple[float, float], scale: float
 ) -> None:
-    """V2-Lite and Kimi-K2 (docs/concepts/model.md, RoPE and YaRN)."""
+    """Values of V2-Lite and Kimi-K2 (docs/concepts/model.md, RoPE and YaRN)."""
     yarn = V3["rope_scaling"] | {
         "mscale": mscale,
         "mscale_all_dim": mscale,
@@ -99,7 +99,7 @@ def test_a_null_spelling_does_not_hide_the_other() -> None:
 
 
 def test_v3_has_as_many_parameters_as_published() -> None:
-    """671.026e9 in the main model; 11.61e9 of the MTP layer's own."""
+    """The main model has 671.026e9 parameters, and the MTP layer has 11.61e9 more."""
     config = make()
     with torch.device("meta"):
         dispatch = Dispatch(config.n_routed_experts)

@@ -1,7 +1,7 @@
 """The worked MTP example (tests/data/mtp_tables.json): every row that a pass reads or writes.
 
-The real engine code runs over a network that only records: hidden states are one-hot tags that
-name the token they belong to, so each row can be compared with the table by name.
+The real engine code runs over a network that only records its calls. Hidden states are one-hot tags
+that name their token, so each row can be compared with the table by name.
 """
 
 import json
@@ -49,7 +49,7 @@ def token_name(number: int) -> str:
 
 
 def tag(name: str) -> torch.Tensor:
-    """One-hot tag of a hidden state: 'D', 'mtp(E)' or '0'."""
+    """Return the one-hot tag of a hidden state: 'D', 'mtp(E)' or '0'."""
     vector = torch.zeros(NUM_WIDTH)
     if name != "0":
         mtp = name.startswith("mtp(")
@@ -71,7 +71,7 @@ def physical(slot: int | str) -> int | str:
 
 @dataclass
 class Pass:
-    """Token names and hidden states [Q, D] that went through the MTP layer, or into its cache."""
+    """Token names and hidden states [Q, D] that went through the MTP layer or into its cache."""
 
     batch: Batch
     names: list[str]
@@ -79,7 +79,7 @@ class Pass:
 
 
 class Recorder:
-    """Stands where network and MTP layer stand; keeps every pass, answers from a script."""
+    """Replaces the network and the MTP layer. Records every pass and returns scripted tokens."""
 
     config = SimpleNamespace(latent_dim=4, eos_token_ids=(), hidden_size=NUM_WIDTH)
     dispatch = Dispatch(1)
@@ -104,7 +104,7 @@ class Recorder:
         return hidden, hidden
 
     def project_inputs(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """As the MTP layer; an embedding is its token."""
+        """Concatenate like the MTP layer; the embedding of a token is its id."""
         return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)
 
     def write_cache(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
@@ -144,7 +144,7 @@ def write_slots(batch: Batch) -> list[int | str]:
 
 
 def run_case(case: dict, first: bool = False) -> tuple[Recorder, object]:
-    """One decode step from the state that the case describes."""
+    """Run one decode step from the state that the case describes."""
     drafts = [d if len(d) == 1 else "z" for d in (p["output_token"] for p in case["mtp"])]
     network = Recorder(drafts, case["target"].get("output_token", ["x"] * 3))
     loaded = SimpleNamespace(
@@ -184,7 +184,7 @@ def check_row(found: Pass, i: int, row: dict) -> None:
 
 
 def check_first(written: Pass, head: Pass, expected: dict) -> None:
-    """All rows are written, and one of them goes through the layer."""
+    """Check the first pass, in which all rows are written and one goes through the layer."""
     assert len(written.names) == 3 and len(head.names) == 1
     at = expected["head_index"]
     rows = expected.get("rows")
@@ -294,7 +294,7 @@ def joined(batches: list[Batch], name: str) -> list[int]:
 
 
 def test_index_functions_mix_first_and_later_rows() -> None:
-    """Batched, with different L and m, each row obeys the invariant of the tables."""
+    """In a batch with different L and m, each row obeys the invariant of the tables."""
     num_known = torch.tensor([5, 6, 9])
     num_emitted = torch.tensor([1, 1, 3])
     first = torch.tensor([True, False, False])

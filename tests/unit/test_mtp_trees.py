@@ -1,5 +1,5 @@
-"""Trees of the MTP layer: each step drafts what a search without any cache finds, and answers are
-those without drafts."""
+"""Draft trees of the MTP layer. Each step drafts the result of a search without a cache, and
+answers equal those without drafts."""
 
 from dataclasses import replace
 from heapq import nlargest
@@ -43,7 +43,7 @@ def loaded(folder: Path) -> LoadedModel:
 
 
 class TreeSpy(Spy):
-    """Whole drafts."""
+    """Records whole drafts."""
 
     def draft(self, *told: object) -> Drafts:  # type: ignore[override]
         drafts: Drafts = self.inner.draft(*told)  # type: ignore[attr-defined]
@@ -52,7 +52,8 @@ class TreeSpy(Spy):
 
 
 def predictions(loaded: LoadedModel, tokens: list[int], path: list[int]) -> Tensor:
-    """Log probabilities of the draft after ``path``, of the whole text, no cache kept."""
+    """Return the log probabilities of the draft after ``path``, from the whole text without a
+    cache."""
     batch, num_pages = fresh_rows(tokens[:-1], 8, 0)
     [hidden] = loaded.network(batch, loaded.allocate_caches(num_pages + 4, 8))
     ids = tokens[1:]
@@ -64,7 +65,8 @@ def predictions(loaded: LoadedModel, tokens: list[int], path: list[int]) -> Tens
 
 
 def search(loaded: LoadedModel, tokens: list[int], num_nodes: int, top_k: int) -> set[tuple]:
-    """Paths of the best of all nodes that follow the best of each depth."""
+    """Return the paths of the ``num_nodes`` best nodes that a beam search of width ``top_k``
+    visits."""
     beam: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     found: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(3):
@@ -79,7 +81,7 @@ def search(loaded: LoadedModel, tokens: list[int], num_nodes: int, top_k: int) -
 
 
 def paths_of(drafts: Drafts) -> list[tuple[int, ...]]:
-    """The tokens down to each node of the first row."""
+    """Return the tokens on the path to each node of the first row."""
     assert drafts.parents_BN is not None
     parents = (*drafts.parents_BN[0].tolist(),)
     tokens = drafts.tokens_BN[0].tolist()
@@ -89,7 +91,7 @@ def paths_of(drafts: Drafts) -> list[tuple[int, ...]]:
 
 
 def test_drafts_are_those_of_a_search_without_caches(loaded: LoadedModel) -> None:
-    """In every step; and no node comes before its parent."""
+    """Compare in every step. No node comes before its parent."""
     spy = TreeSpy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), page_size=4)
     ids = prompt(13)
@@ -109,7 +111,7 @@ def test_drafts_are_those_of_a_search_without_caches(loaded: LoadedModel) -> Non
 
 
 def test_a_beam_of_one_drafts_the_chain(folder: Path, loaded: LoadedModel) -> None:
-    """Also for sampled rows and rows with rules, in every step, to the token."""
+    """Compare the tokens in every step, also for sampled rows and rows with logit rules."""
     told = []
     for sets in ((), ("speculation.max_tree_nodes=3", "speculation.top_k=1")):
         loaded = load(folder, *sets)
@@ -149,7 +151,7 @@ def test_each_level_has_the_first_nodes_of_the_next(loaded: LoadedModel) -> None
 
 
 def test_what_a_beam_writes_lies_behind_the_text_on_pages_of_the_row(loaded: LoadedModel) -> None:
-    """Up to the end of the model; before that, what waited for pass 1."""
+    """Writes stay within the model's length. Tokens that wait for pass 1 lie before them."""
     loaded = replace(loaded, max_model_len=40)
     bench = Bench(loaded, page_size=2)
     bench.start(greedy("r", prompt(12), 100, ignore_eos=True))
@@ -184,8 +186,8 @@ def test_trees_that_cannot_be_are_refused(folder: Path, sets: tuple[str, ...], t
 
 
 def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
-    """The first is what the row draws, the second what it draws without the first, and so on; with
-    the penalties of the path before it."""
+    """The first candidate is the token that the row draws, the second the one it draws without the
+    first, and so on. Penalties include the path before the node."""
     asked = SamplingParams(temperature=0.7, seed=9, presence_penalty=2.0)
     rules = no_rules(1, 12, torch.device("cpu"))
     set_rules(rules, 0, Request("r", (1, 2), sampling=asked), (3,), ())
@@ -208,7 +210,7 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
 
 
 def test_candidates_of_equal_scores_stay_behind_their_parents() -> None:
-    """Even where no score is a number."""
+    """This also holds if all scores are infinite."""
     infinite = torch.full((1, 4), float("-inf"))
     last = infinite, infinite, None
     first = Candidates(torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4).long(), *last)

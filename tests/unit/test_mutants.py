@@ -1,4 +1,4 @@
-"""The list of mutants is true to the tree, and its runner tells who was caught."""
+"""Every mutant of the list applies to the tree, and the runner reports which ones were caught."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a channel relies on of NCCL, with a stand-in for its group: it runs where no GPU is."""
+"""The channel's use of NCCL, with a stand-in for its process group that needs no GPU."""
 
 import contextlib
 import os
@@ -22,7 +22,8 @@ from tests.waiting import PATIENCE_S, wait_until
 
 
 class Event:
-    """Of the stand-in's only stream: passes with the group's running transfer."""
+    """An event on the stand-in's only stream. It passes with the transfer that was running at its
+    record."""
 
     group: "Group"
 
@@ -35,7 +36,8 @@ class Event:
 
 
 class Group:
-    """``num_passed`` of ``num_posted`` transfers are over on the device."""
+    """A process group of which ``num_passed`` of ``num_posted`` transfers are over on the
+    device."""
 
     def __init__(self, *made_of: Any) -> None:
         self.options = made_of[-1] if made_of else None
@@ -54,7 +56,7 @@ class Group:
     send = recv
 
     def looked_at(self) -> None:
-        """Wait until somebody has looked whether the transfer is over, and gone on waiting."""
+        """Wait until the transfer was polled three more times."""
         last = self.num_looks + 3
         wait_until(lambda: self.num_looks >= last)
 
@@ -75,7 +77,7 @@ class Work:
         return self._group.error is not None or self._group.num_passed >= self._number
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """As NCCL's: returns at once, whether the transfer is over or not."""
+        """Return at once, whether or not the transfer is over, as NCCL's work does."""
         assert timeout is None
         if self._group.error is not None:
             raise self._group.error
@@ -105,7 +107,7 @@ def channel(timeout_s: float = PATIENCE_S) -> tuple[Channel, Group]:
 
 
 def test_a_transfer_is_done_once_the_device_is_and_not_before() -> None:
-    """work.wait() makes a stream wait and not the host: done must not follow from it."""
+    """work.wait() blocks a stream and not the host, so it must not set ``done``."""
     made, group = channel()
     transfer = made.recv(torch.zeros(8))
     group.looked_at()
@@ -155,7 +157,7 @@ def test_abort_runs_on_a_thread_and_what_it_ends_is_no_success() -> None:
 
 
 def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None:
-    """The first transfer creates it and may block in that for long."""
+    """The first transfer creates the communicator and may block in that for long."""
     made, group = channel()
     begun, creating, post = threading.Event(), threading.Event(), group.recv
 
@@ -236,5 +238,5 @@ def test_interfaces_are_found_by_their_addresses() -> None:
     if way_out is None:
         return  # a machine with loopback alone
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:
-        asker.connect(("192.0.2.1", 9))  # sends nothing: the kernel picks the address to send from
+        asker.connect(("192.0.2.1", 9))  # sends nothing: the kernel picks the source address
         assert find_interface(asker.getsockname()[0]) == way_out

@@ -1,4 +1,4 @@
-"""n-gram drafts are those that others find, and answers those without drafts."""
+"""n-gram drafts equal those of other implementations, and answers equal those without drafts."""
 
 import json
 import random
@@ -22,7 +22,8 @@ TABLE = Path(__file__).parents[1] / "data" / "ngram_pool.json"
 
 
 def chain_drafts(text: list[int], size: int, num: int, *, oldest: bool) -> list[int]:
-    """Beside rows of other lengths; what lies behind a text is none of it. In torch and in C++."""
+    """Return the drafts of torch and C++, which must agree. The row is in a batch with rows of
+    other lengths, and garbage follows its text."""
     other = [0] * (len(text) + 7)
     text_RT = torch.tensor([other, other, text + text[:7] + [0] * (7 - len(text[:7]))])
     of = text_RT, torch.tensor([2, 0]), torch.tensor([len(text), 3]), size, num
@@ -36,12 +37,12 @@ def chain_drafts(text: list[int], size: int, num: int, *, oldest: bool) -> list[
 
 @pytest.fixture(scope="module", autouse=True)
 def native() -> None:
-    """Its operators are there."""
+    """Load the native operators."""
     load(TINY_MODEL, "speculation.drafter=ngram", "model.kernels=native")
 
 
 def texts(num: int, seed: int) -> list[tuple[list[int], int, int]]:
-    """Over small alphabets, with a size of n-grams and a number of drafts."""
+    """Return texts over small alphabets, each with an n-gram size and a number of drafts."""
     draw = random.Random(seed)
     found = []
     for _ in range(num):
@@ -82,7 +83,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def asked() -> list[Request]:
-    """What rows may ask for, of texts that repeat themselves."""
+    """Requests with all sampling options, over texts with repetitions."""
     return everything(held_out(6, 100, 140, seed=3))
 
 
@@ -100,7 +101,7 @@ def test_answers_are_those_without_drafts(
 def test_a_row_that_goes_on_elsewhere_drafts_as_before(
     loaded: LoadedModel, asked: list[Request]
 ) -> None:
-    """Its memory follows from prompt and answer: from there on the steps are the same."""
+    """The drafter's table follows from prompt and answer, so that all later steps are the same."""
     [whole], bench = answers(loaded, asked[:1])
     steps = [len(frame.updates[0].token_ids) for frame in bench.frames]
     assert max(steps) > 2
@@ -113,7 +114,7 @@ def test_a_row_that_goes_on_elsewhere_drafts_as_before(
 
 
 def test_the_prompt_is_in_the_memory(loaded: LoadedModel, asked: list[Request]) -> None:
-    """Without it fewer drafts are right."""
+    """Without the prompt fewer drafts are right."""
 
     class Forgetful(NgramDrafter):
         def register_row(self, table: torch.Tensor, row: int, token_ids: object) -> None:
@@ -128,8 +129,8 @@ def test_the_prompt_is_in_the_memory(loaded: LoadedModel, asked: list[Request]) 
 
 
 def test_a_table_of_another_pool() -> None:
-    """Outputs of TensorRT-LLM's pool on whole texts, where it is told to use the oldest match; its
-    newest one may be a short rest at the end of the text, and of equal rests the first."""
+    """Compare with TensorRT-LLM's pool on whole texts, with its option to use the oldest match. Its
+    newest match may be a short rest at the end of the text, and the first of equal rests."""
     table = json.loads(TABLE.read_text())
     assert len(table["cases"]) == 400
     for text, size, num, drafts in table["cases"]:

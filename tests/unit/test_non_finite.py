@@ -1,5 +1,7 @@
-"""Numbers that are not finite end the answers that meet them, by name, and no other: planted in
-weights, pages and drafters, with transformers' answers on the same checkpoint as the oracle."""
+"""Values that are not finite end exactly the answers that they reach, with a named failure.
+
+They are planted in weights, pages and drafters. The oracle is transformers on the same checkpoint.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +34,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache
 def planted(clean: Path, name: str, row: int | None = None) -> Path:
-    """Write the checkpoint with NaN in a row, or all, of tensors whose names hold ``name``."""
+    """Write the checkpoint with NaN in tensors whose names contain ``name``: in one row, or all
+    (None)."""
     folder = clean.parent / f"{name}{row}"
     folder.mkdir()
     tensors = load_file(clean / "model.safetensors")
@@ -47,7 +50,7 @@ def planted(clean: Path, name: str, row: int | None = None) -> Path:
 
 @lru_cache
 def expected(folder: Path, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> Answer:
-    """By transformers, which is asked for each token anew."""
+    """Compute an answer with transformers, recomputing the whole text for each token."""
     output: list[int] = []
     for _ in range(num_tokens):
         logits = tiny.reference_logits(folder, [*prompt, *output])[-1]
@@ -62,7 +65,7 @@ def all_expected(folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> li
 
 
 def written_token(folder: Path) -> int:
-    """Return a token that answers have, though neither as their first nor in a prompt."""
+    """Return a token that occurs in answers, but not as their first token or in a prompt."""
     answers = [tokens for tokens, _ in all_expected(folder)]
     known = {*chain(*PROMPTS), *(tokens[0] for tokens in answers)}
     return next(token for token in chain(*answers) if token not in known)
@@ -76,13 +79,13 @@ def requests(prompts: Sequence[Sequence[int]] = PROMPTS, **more: object) -> list
 
 
 def sampled(request: Request, acceptance: str, top_k: int = 1) -> Request:
-    """Greedy all the same where ``top_k`` is 1, whatever the draws."""
+    """Return the request with sampling. ``top_k`` 1 makes it greedy, whatever the draws."""
     sampling = replace(request.sampling, temperature=1.0, top_k=top_k)
     return replace(request, sampling=sampling, speculation=Speculation(acceptance=acceptance))
 
 
 def bench_of(folder: Path, kernels: str, num_drafts: int, *sets: str) -> Bench:
-    """So few pages that they are used again."""
+    """Return a bench with so few pages that they are reused."""
     loaded = load(folder, f"model.kernels={kernels}", *sets)
     assert loaded.kernels.name == kernels
     return Bench(loaded, num_drafts=num_drafts, num_pages=72, page_size=4, max_rows=5)
@@ -94,7 +97,7 @@ kernels_and_drafts = pytest.mark.parametrize(
 
 
 def check(folder: Path, kernels: str, num_drafts: int, prompts: Sequence[Sequence[int]]) -> None:
-    """Twice, so that pages of the broken are those of others; and each without company."""
+    """Check the answers twice, so that pages of broken rows are reused, and each one alone."""
     bench, wanted = bench_of(folder, kernels, num_drafts), all_expected(folder, prompts)
     assert bench.generate(*requests(prompts)) == wanted
     assert bench.generate(*requests(prompts)[::-1]) == wanted[::-1]
@@ -107,7 +110,7 @@ def check(folder: Path, kernels: str, num_drafts: int, prompts: Sequence[Sequenc
 
 @kernels_and_drafts
 def test_a_row_of_the_embedding(clean: Path, kernels: str, num_drafts: int) -> None:
-    """One prompt holds the token, another writes it, and drafts of others may be it."""
+    """One prompt contains the token, another answer emits it, and other rows may draft it."""
     token = written_token(clean)
     folder = planted(clean, "embed_tokens", token)
     prompts = [*PROMPTS, [5, 9, 31, token, 7, 8, 9, 10]]
@@ -118,7 +121,7 @@ def test_a_row_of_the_embedding(clean: Path, kernels: str, num_drafts: int) -> N
 
 @kernels_and_drafts
 def test_one_expert(clean: Path, kernels: str, num_drafts: int) -> None:
-    """Those go on whose tokens never choose it."""
+    """Answers whose tokens never choose the expert continue."""
     folder = planted(clean, "layers.2.mlp.experts.5.")
     prompts = [[one] for one in range(2, 60, 6)][:5]
     reasons = [reason for _, reason in all_expected(folder, prompts)]
@@ -129,7 +132,7 @@ def test_one_expert(clean: Path, kernels: str, num_drafts: int) -> None:
 @pytest.mark.parametrize("name", ["model.norm", "layers.1.input_layernorm"])
 @kernels_and_drafts
 def test_a_norm(clean: Path, kernels: str, num_drafts: int, name: str) -> None:
-    """Every answer ends, and has nothing."""
+    """Every answer ends without a token."""
     folder = planted(clean, name)
     bench = bench_of(folder, kernels, num_drafts)
     assert bench.generate(*requests()) == [([], BROKEN)] * len(PROMPTS)
@@ -139,7 +142,7 @@ def test_a_norm(clean: Path, kernels: str, num_drafts: int, name: str) -> None:
 
 @kernels_and_drafts
 def test_a_page_of_one_row(clean: Path, kernels: str, num_drafts: int) -> None:
-    """It ends with what it had; where its pages are used again they hold what is new."""
+    """The row ends with the tokens that it had. Its pages are overwritten when they are reused."""
     bench, wanted = bench_of(clean, kernels, num_drafts), all_expected(clean)
     started = bench.start_all(*requests())
     bench.decode.step()
@@ -163,7 +166,7 @@ def test_a_page_of_one_row(clean: Path, kernels: str, num_drafts: int) -> None:
 
 @kernels_and_drafts
 def test_a_page_that_rows_share(clean: Path, kernels: str, num_drafts: int) -> None:
-    """They all end, and who comes next computes it anew."""
+    """All rows that share the page end, and the next request computes it again."""
     bench, others = bench_of(clean, kernels, num_drafts), requests()[:1]
     asked = [greedy(f"s{i}", [*PROMPTS[1][:9], 30 + i], NUM_TOKENS) for i in range(3)]
     whole = bench.generate(*asked)
@@ -179,7 +182,7 @@ def test_a_page_that_rows_share(clean: Path, kernels: str, num_drafts: int) -> N
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 @kernels_and_drafts
 def test_the_dummy_page(clean: Path, kernels: str, num_drafts: int, value: float) -> None:
-    """And all that no row has written yet."""
+    """The dummy page and all unwritten pages hold the value."""
     bench = bench_of(clean, kernels, num_drafts)
     for cache in bench.all_caches():
         cache.fill_(value)
@@ -197,7 +200,8 @@ def test_the_dummy_page(clean: Path, kernels: str, num_drafts: int, value: float
 def test_a_request_that_forbids_every_token(
     clean: Path, kernels: str, num_drafts: int, temperature: float
 ) -> None:
-    """A gateway refuses it; a rank has no token for it, where drafts were accepted before too."""
+    """A gateway rejects such a request. On a rank, no token is left for it, also after accepted
+    drafts."""
     bench, wanted = bench_of(clean, kernels, num_drafts), all_expected(clean)
     most = [TokenBias(token, 100.0) for token in wanted[0][0]]
     hot = replace(requests()[0].sampling, temperature=temperature, min_tokens=5)
@@ -223,7 +227,7 @@ TREE = "speculation.max_tree_nodes=9", "speculation.max_depth=3", "speculation.t
 def test_a_draft_layer(
     clean: Path, acceptance: str, kernels: str, sets: tuple[str, ...], name: str
 ) -> None:
-    """Costs drafts, and no answer, whatever judges them."""
+    """A broken draft layer costs drafts but no answer, for every kind of acceptance."""
     bench = bench_of(planted(clean, name), kernels, 3, *sets)
     asked = requests()
     if acceptance != "greedy":
@@ -236,7 +240,8 @@ def test_a_draft_layer(
 @pytest.mark.parametrize("sets", [(), TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_a_token_that_no_answer_has(clean: Path, kernels: str, sets: tuple[str, ...]) -> None:
-    """Drafts have it: then what comes after it in the step is no number, and nobody's loss."""
+    """Only drafts contain such tokens, so all values after them in the step are NaN. No answer is
+    affected."""
     answers = chain(*(tokens for tokens, _ in all_expected(clean)))
     bench = bench_of(clean, kernels, 3, *sets)
     weight = bench.loaded.network.model.embed_tokens.weight
