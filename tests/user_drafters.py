@@ -1,4 +1,4 @@
-"""Drafters as anybody may write them: ``speculation.drafter=tests.user_drafters:Repeats``."""
+"""User-defined drafters for tests: ``speculation.drafter=tests.user_drafters:Repeats``."""
 
 import threading
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Repeats:
-    """What came after the last token when it stood in the text before."""
+    """Drafts the tokens that followed the last token where it stood before."""
 
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> list[int]:
         *before, last = token_ids
@@ -17,7 +17,8 @@ class Repeats:
 
 
 class Branches:
-    """The rests behind the last places of the last token, as branches that share nothing."""
+    """Drafts the continuations of the last token's two latest earlier places, as separate
+    branches."""
 
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> tuple[list[int], list[int]]:
         tokens: list[int] = []
@@ -31,7 +32,7 @@ class Branches:
 
 
 class Hostile(Repeats):
-    """Lies in another way in each call, and now and then tells the truth."""
+    """Returns an invalid result in every third call, each time another one."""
 
     def __init__(self) -> None:
         self.num_calls = 0
@@ -51,7 +52,7 @@ class Hostile(Repeats):
 
 
 class Vandal(Repeats):
-    """Empties the text that it is given."""
+    """Empties the list that it is given."""
 
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> list[int]:
         drafts = super().draft(token_ids, num_drafts)
@@ -61,7 +62,7 @@ class Vandal(Repeats):
 
 
 class Hangs:
-    """Comes back when it is let go."""
+    """Blocks until it is released."""
 
     def __init__(self) -> None:
         self.let_go = threading.Event()
@@ -79,7 +80,7 @@ class Broken:
 
 
 class Undrafting:
-    """No drafter at all."""
+    """A class without a ``draft`` method."""
 
 
 class WithArguments(Repeats):

@@ -1,5 +1,5 @@
-"""How tests wait: for a condition, as long as the slowest machine may take, and no longer than the
-fastest one needs. sleeps.py tells of tests that wait in another way."""
+"""Wait in tests until a condition holds. Timeouts suit the slowest machine, and no delay is fixed.
+sleeps.py finds tests that wait in another way."""
 
 import asyncio
 import inspect
@@ -15,7 +15,7 @@ Condition = Callable[[], object | Awaitable[object]]
 
 
 async def until(condition: Condition, *meanwhile: Callable[[], object]) -> None:
-    """Wait for ``condition``, doing ``meanwhile`` again and again."""
+    """Wait for ``condition``, and call ``meanwhile`` repeatedly until it holds."""
     async with asyncio.timeout(PATIENCE_S):
         while not await _told(condition):
             for act in meanwhile:
@@ -31,7 +31,7 @@ async def _told(condition: Condition) -> object:
 def wait_until(
     condition: Callable[[], object], text: str = "in vain", patience_s: float = PATIENCE_S
 ) -> None:
-    """The same where there is no asyncio loop."""
+    """Wait for ``condition`` without an asyncio loop."""
     ends_at = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < ends_at, text
@@ -39,7 +39,7 @@ def wait_until(
 
 
 async def turns(num: int = 10) -> None:
-    """Let the loop go round so often: what could go on has done so."""
+    """Let the event loop run ``num`` times, so that every task that can continue has done so."""
     for _ in range(num):
         await asyncio.sleep(0)
 

@@ -1,7 +1,7 @@
-"""Commands as processes of their own that begin as forks of one that has imported everything.
+"""Run commands as forks of a process that has imported everything.
 
-What a command costs is mostly its imports. A fork has its own arguments, streams and exit code,
-and ends as any other interpreter does.
+Imports take most of a command's time. A fork has its own arguments, streams and exit code, and ends
+as any other interpreter does.
 """
 
 import json
@@ -26,8 +26,8 @@ MOST_BYTES = 1 << 16
 
 
 class Warm:
-    """Runs ``call`` once for each list of arguments, in forks of a process that did ``imports``.
-    That process is begun when first needed, and ends with this one."""
+    """Runs ``call`` once for each list of arguments, in forks of a process that has done
+    ``imports``. That process is started when first needed and ends with this one."""
 
     def __init__(self, imports: str, call: str) -> None:
         self._script = SCRIPT.format(imports=imports, call=call)
@@ -66,7 +66,7 @@ class Warm:
 
 
 def forked(fd: int) -> None:
-    """Returns once for each command, in a process of its own."""
+    """Return once for each command, in a separate process."""
     with socket.socket(fileno=fd) as jobs:
         while True:
             data, fds, _, _ = socket.recv_fds(jobs, MOST_BYTES, NUM_STREAMS)

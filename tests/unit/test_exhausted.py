@@ -1,4 +1,4 @@
-"""If a node runs out of memory, threads, files, disk or object store, clients are asked to
+"""If a node runs out of memory, threads, files, disk or object store, clients are invited to
 retry."""
 
 import errno

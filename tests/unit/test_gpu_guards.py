@@ -27,7 +27,7 @@ from benchmarks.gpu.ledger import MOST, Line, line_of, lines_of, step_of  # noqa
 HOT = {"_attend": 32, "_gate_up": 64, "_down": 64, "_product": 64}
 """Kernels that take most of a step, each with the minimum N of its wgmma instructions."""
 ENOUGH = 0.8 * MOST
-"""Required share of the memory rate that MOST bytes in flight on each processor achieve."""
+"""Minimum share of the memory's rate, which 24 KB in flight on each processor reach."""
 At = tuple[str, int, int, int, bool]
 """Model, rows, context, drafts, and whether weights are FP8."""
 STEPS: dict[At, tuple[int, float]] = {

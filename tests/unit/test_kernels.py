@@ -131,8 +131,8 @@ HEADS, NOPE, VALUE, SCALE = 5, 24, 48, 0.1
 ROPE, LATENT = (16, 32) if IS_INTERPRETED else (32, 112)
 """The native sizes leave every remainder of 64, 32 and 16."""
 SPREAD = SCALE * (NOPE * LATENT + ROPE) ** 0.5
-"""RMS of the scores of normal numbers. An error of a score, relative to SPREAD, multiplies to an
-error of its weight."""
+"""RMS of the scores of normal numbers. The relative error of a score becomes SPREAD times as large
+in the score's weight."""
 ATTENDED = NOPE + 2 * LATENT + ROPE + max(CONTEXTS) / NUM_LANES
 """Number of roundings in the sums of an output: queries, scores, weights, latents, outputs."""
 
@@ -487,7 +487,8 @@ def test_entries(is_interleaved: bool, dtype: torch.dtype) -> None:
 def test_experts(num_slots: int, width: int, dtype: torch.dtype) -> None:
     """Counts are uneven, some experts have no token, and some pairs are on other ranks."""
     num_tokens, dim = 17, 40
-    behind = dim + width, 4  # sums of gate, up and output; number of rounded values
+    # roundings of sums; rounded values: gate, up, their product, the output
+    behind = dim + width, 4
     x = draw(num_tokens, dim, dtype=dtype)
     gate_up = draw(num_slots, 2 * width, dim, seed=1, dtype=dtype) * 0.3
     down = draw(num_slots, dim, width, seed=2, dtype=dtype) * 0.3

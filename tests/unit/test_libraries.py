@@ -170,8 +170,7 @@ def scaled_mm(
     scale_recipe_b: Any,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """Scaled product with block scales, with torch's checks
-    (aten/src/ATen/native/cuda/ScaledBlas.cpp)."""
+    """Scaled product with block scales, with the checks of ScaledBlas.cpp in pytorch/pytorch."""
     (num_rows, width), num_out = mat_a.shape, mat_b.shape[1]
     assert mat_a.dtype == mat_b.dtype == torch.float8_e4m3fn
     assert mat_a.is_contiguous() and mat_b.t().is_contiguous() and num_rows % 4 == 0

@@ -185,7 +185,7 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
 
 
 async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
-    """The controller that drained the rank may die meanwhile, so that the next one finds it
+    """The controller that drained the rank may have died since, so that the next one finds it
     ready."""
     members, info = LocalMembers(), replace(INFO, frames=None)
     spec = info.spec

@@ -1,5 +1,5 @@
-"""Kubernetes and KubeRay accept every rendered manifest of deploy/ completely, and wrong fields of
-any kind are found. tests/kustomize.py renders the kustomizations as kubectl does."""
+"""Kubernetes and KubeRay accept all of every rendered manifest of deploy/, and wrong fields of any
+kind are found. Kustomizations use only what tests/kustomize.py renders as kubectl does."""
 
 import json
 import re

@@ -151,7 +151,8 @@ def test_each_level_has_the_first_nodes_of_the_next(loaded: LoadedModel) -> None
 
 
 def test_what_a_beam_writes_lies_behind_the_text_on_pages_of_the_row(loaded: LoadedModel) -> None:
-    """Writes stay within the model's length. Tokens that wait for pass 1 lie before them."""
+    """The beam's writes follow the text, up to the model's end. Writes before them are tokens that
+    waited for pass 1."""
     loaded = replace(loaded, max_model_len=40)
     bench = Bench(loaded, page_size=2)
     bench.start(greedy("r", prompt(12), 100, ignore_eos=True))

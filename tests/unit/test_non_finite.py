@@ -85,7 +85,7 @@ def sampled(request: Request, acceptance: str, top_k: int = 1) -> Request:
 
 
 def bench_of(folder: Path, kernels: str, num_drafts: int, *sets: str) -> Bench:
-    """Return a bench with so few pages that they are reused."""
+    """Return a bench whose small page pool forces pages to be reused."""
     loaded = load(folder, f"model.kernels={kernels}", *sets)
     assert loaded.kernels.name == kernels
     return Bench(loaded, num_drafts=num_drafts, num_pages=72, page_size=4, max_rows=5)

@@ -1,5 +1,5 @@
-"""Bounds of numerical tests (tests/numerics.py): they hold, they are not loose, and no test has one
-that somebody chose."""
+"""Bounds of numerical tests (tests/numerics.py) hold, are not loose, and are derived rather than
+chosen."""
 
 import json
 import re
@@ -29,7 +29,7 @@ SHARES: dict[str, dict[str, float]] = json.loads(SEEN.read_text())
 
 @pytest.mark.parametrize("length", [64, 1000, 100_000])
 def test_sums_one_after_the_other_stay_within_their_bound(length: int) -> None:
-    """With any number of accumulators: more of them only make it smaller."""
+    """More accumulators only make the error smaller."""
     terms_NL = torch.randn(20, length, generator=torch.Generator().manual_seed(length))
     for num_lanes in (1, 8, 16):
         added_NL = terms_NL[:, : length // num_lanes * num_lanes].unflatten(1, (-1, num_lanes))
@@ -80,7 +80,7 @@ def test_no_tolerance_is_chosen_by_hand() -> None:
 def test_kernels_are_compiled_for_the_instructions_that_pytorch_uses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By the real compiler's arguments, of which the last ones count."""
+    """The wrapper passes the real compiler these arguments last, because the last ones count."""
     real = tmp_path / "real"
     real.write_text('#!/bin/sh\necho "$@"\n')
     real.chmod(0o755)
@@ -99,7 +99,7 @@ def test_kernels_are_compiled_for_the_instructions_that_pytorch_uses(
 
 
 def test_the_units_are_those_of_the_types() -> None:
-    """The largest error of a number that is rounded, by its size: half of the last place."""
+    """The largest relative error of a rounded number is half of the last place."""
     numbers = torch.rand(10_000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for kind, unit in UNIT.items():
         errors = (numbers.to(kind).double() - numbers).abs() / numbers

@@ -1,4 +1,4 @@
-"""A cluster has one config and one tokenizer: others are refused, and not followed."""
+"""A cluster has one config and one tokenizer. A process with another one is rejected."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ DEAD = Gang("decode-0", DECODE, 4, DOWN, is_given_up=True, num_deaths=3)
 
 
 class FakeController:
-    """Answers as the actor does: with the snapshot of ``config``, and to none but its gateways."""
+    """Responds like the actor: with the snapshot of ``config``, and only to its own gateways."""
 
     def __init__(self, config: TandemConfig, *gangs: Gang) -> None:
         self.data = pack(Membership((1, 7), gangs, shared_digest(config)))
@@ -64,7 +64,7 @@ async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
 
 
 async def test_another_config_is_refused_although_every_gang_is_down() -> None:
-    """A gateway of the first config may be there yet, and would serve the other model's tokens."""
+    """A gateway of the first config may still run, and would serve the other model's tokens."""
     controller = Controller()
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))
@@ -75,7 +75,8 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
 
 
 def test_a_controller_whose_first_call_fails_is_there_all_the_same() -> None:
-    """Outside of Ray that call cannot be made. Ray restarts no actor that was not created."""
+    """The call cannot be made outside of Ray. Ray does not restart an actor whose creation
+    failed."""
     assert Controller()._epochs.seen == (0, 0)
 
 
@@ -86,7 +87,8 @@ def tokenizer_folder(folder: Path, **config: object) -> Path:
 
 
 def test_a_server_of_another_tokenizer_than_the_ranks_is_refused(tmp_path: Path) -> None:
-    """A link to the checkpoint moved on before this server started, and ranks kept the old one."""
+    """A link to the checkpoint moved before this server started, while the ranks kept the old
+    one."""
     now = tokenizer_folder(tmp_path, bos_token="<think>", add_bos_token=True)
     before = Tokenizer(TINY_MODEL)
     rank = replace(INFO, tokenizer=before.digest)

@@ -1,6 +1,7 @@
-"""Engines against transformers, on random tiny checkpoints with every norm and bias randomised.
+"""Engines compared with transformers, on random tiny checkpoints with all norms and biases
+randomised.
 
-fp32; logits, MTP hidden states and first drafts, greedy tokens exactly for n = 0..3.
+In fp32, logits, MTP hidden states and first drafts agree, and greedy tokens are equal for n = 0..3.
 """
 
 from dataclasses import replace
@@ -42,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PAGES = [5, 2, 9, 3, 7, 1, 8, 4]
 GROWTH = 20
-"""Of errors, by norms that are random."""
+"""Factor by which random norms amplify errors."""
 
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
@@ -81,7 +82,8 @@ def check(loaded: LoadedModel, got: Tensor, reference: Tensor) -> None:
 
 
 def test_logits(checkpoint: Path) -> None:
-    """Packed and absorbed, in pieces, over scattered pages with a poisoned dummy page."""
+    """Compute packed and absorbed attention, in pieces, over scattered pages with a poisoned dummy
+    page."""
     loaded = load(checkpoint)
     caches = loaded.allocate_caches(10, 8)
     for cache in caches[MAIN]:
@@ -98,7 +100,7 @@ def test_logits(checkpoint: Path) -> None:
 
 
 def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
-    """The drafter's rows against transformers' own MTP path, packed and absorbed."""
+    """Compare the drafter's rows with transformers' own MTP path, packed and absorbed."""
     loaded = load(checkpoint)
     assert isinstance(loaded.drafter, MtpDrafter)
     ids = prompt(30, seed=1)
@@ -121,8 +123,8 @@ def test_mtp_hidden_and_first_draft(checkpoint: Path) -> None:
     [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3],
 )
 def test_greedy_tokens(checkpoint: Path, num_drafts: int) -> None:
-    """A batch of unlike lengths, chunked prefill, all limits of drafts up to the engine's, both
-    first steps where anything is drafted: transformers' tokens."""
+    """Uses a batch of different lengths, chunked prefill, all draft limits up to the engine's, and
+    both kinds of first step."""
     loaded = load(checkpoint)
     prompts = [prompt(length, seed=length) for length in (1, 2, 7, 23)]
     asked = [
@@ -146,8 +148,8 @@ def test_greedy_tokens(checkpoint: Path, num_drafts: int) -> None:
 
 @lru_cache
 def reference_argmax(checkpoint: Path, ids: tuple[int, ...], tokens: tuple[int, ...]) -> list[int]:
-    """What is likeliest after each prefix of ``tokens``, in one pass: as long as these are it, the
-    greedy answer."""
+    """Return the most likely token after each prefix of ``tokens``, in one pass. If the result
+    equals ``tokens``, it is the greedy answer."""
     logits = tiny.reference_logits(checkpoint, [*ids, *tokens[:-1]])
     return logits[len(ids) - 1 :].argmax(-1).tolist()
 

@@ -1,5 +1,5 @@
-"""Prefill packs all chunks of a step into one row: none sees another, padding leaves no trace. With
-native kernels, a token's numbers are the same bits in any chunk."""
+"""Prefill packs all chunks of a step into one row. Chunks do not see each other, and padding has no
+effect. With native kernels, a token has the same bits in any chunk."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 4
 TABLES = [[3, 8, 1, 6], [2, 9, 5], [7, 4]]
 DRAFT_LENGTH_POLICIES = [(9, 14), (0, 11), (4, 5)]
-"""Tokens [lo, hi) that the step computes of each sequence."""
+"""Tokens [lo, hi) of each sequence that the step computes."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def segment(sequence: int, lo: int, hi: int) -> Segment:
 
 
 def caches_before(loaded: LoadedModel, poison: float = 0.0) -> Caches:
-    """What earlier steps computed of the sequences, each on its own."""
+    """Return caches to which earlier steps have written each sequence, one at a time."""
     caches = loaded.allocate_caches(10, PAGE_SIZE)
     for cache in caches[MAIN] + caches[MTP]:
         cache[0] = poison
@@ -52,7 +52,7 @@ def caches_before(loaded: LoadedModel, poison: float = 0.0) -> Caches:
 
 
 def packed(loaded: LoadedModel, caches: Caches, num_rows: int = 0) -> Tensor:
-    """Hidden states [T, D] of all sequences' tokens in one forward."""
+    """Return the hidden states [T, D] of all sequences' tokens, computed in one forward pass."""
     segments = [segment(i, lo, hi) for i, (lo, hi) in enumerate(DRAFT_LENGTH_POLICIES)]
     return loaded.network(pack_segments(segments, PAGE_SIZE, CPU, num_rows), caches)[0]
 
@@ -92,7 +92,7 @@ def test_rows_that_only_fill_up_are_marked() -> None:
 
 @torch.inference_mode()
 def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> None:
-    """The others are those of a step that knew all tokens."""
+    """The other draft rows equal those of a step that knew all tokens."""
     batch = pack_segments([segment(1, 0, 11), segment(2, 0, 5)], PAGE_SIZE, CPU)
     known, unknown = caches_before(loaded), caches_before(loaded)
     hidden = loaded.network(batch, known)
@@ -105,7 +105,7 @@ def test_a_draft_row_without_its_token_leaves_no_trace(loaded: LoadedModel) -> N
 
 
 class Counted:
-    """The network, with its forwards and heads counted."""
+    """A network that counts its forward passes and heads."""
 
     def __init__(self, network: object) -> None:
         self._network = network
@@ -122,7 +122,7 @@ class Counted:
 
 
 def test_a_step_is_one_forward_and_one_head_over_real_tokens(loaded: LoadedModel) -> None:
-    """Also with sampling, penalties and log probabilities; each answer is that of its prompt
+    """Requests use sampling, penalties and log probabilities. Each answer equals that of its prompt
     alone."""
     asked = [
         greedy("a", ids_of(0), 4, logprobs=2),
@@ -164,7 +164,7 @@ class Fuller(LocalPlanner[int, int]):
 
 
 def test_a_step_has_the_planned_size_whatever_the_rank_has_to_do(loaded: LoadedModel) -> None:
-    """Padding, and a whole dummy step, change no slot but the dummy page's, and no answer."""
+    """Padding and whole dummy steps change only the dummy page's slots, and no answer."""
     network = Counted(loaded.network)
     padded, alone = Bench(replace(loaded, network=network)), Bench(loaded)
     padded.prefill._planner = planner = Fuller(5)

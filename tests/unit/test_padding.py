@@ -1,5 +1,5 @@
-"""Steps that are planned wider than a rank's own rows, down to none: padding computes everything,
-emits nothing, and touches nobody."""
+"""Steps that are planned wider than a rank's rows, also for a rank without rows. Padding runs every
+pass, emits nothing and changes no other row."""
 
 from dataclasses import replace
 
@@ -38,12 +38,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def alone(loaded: LoadedModel) -> list[tuple[list[int], str]]:
-    """The answers of a rank whose steps are as wide as its rows."""
+    """Answers of a rank whose steps are as wide as its rows."""
     return bench_of(loaded).generate(*requests())
 
 
 class BusyGang(LocalPlanner):
-    """Full buckets; while other ranks are busy a step comes whatever this rank proposes."""
+    """Plans full buckets. While other ranks are busy, a step is planned whatever this rank
+    proposes."""
 
     def __init__(self, *, is_busy: bool = True) -> None:
         super().__init__(
@@ -61,7 +62,7 @@ class BusyGang(LocalPlanner):
 
 
 class Witness(Spy):
-    """Keeps which rows the drafter was told to be real."""
+    """Records which rows the drafter receives as real."""
 
     def __init__(self, inner: object) -> None:
         super().__init__(inner)
@@ -80,7 +81,7 @@ class Witness(Spy):
 
 
 def requests() -> list[Request]:
-    """With rules, noise and greed; the last row is over first."""
+    """Return requests with logit rules, sampling and greedy decoding; the last row ends first."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 30 - 8 * i, ignore_eos=True) for i in range(3)]
     hot = replace(asked[0].sampling, temperature=0.8, seed=5, presence_penalty=0.5)
     return [replace(asked[0], sampling=hot), *asked[1:]]
@@ -91,7 +92,7 @@ def bench_of(loaded: LoadedModel, **more: object) -> Bench:
 
 
 def pages_of(bench: Bench) -> list[Tensor]:
-    """All that is in the caches but for the dummy page."""
+    """Return a copy of all cache pages except the dummy page."""
     return [cache[1:].clone() for cache in bench.all_caches()]
 
 
@@ -99,7 +100,7 @@ def pages_of(bench: Bench) -> list[Tensor]:
 def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
     loaded: LoadedModel, overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every pass, at the planned shape; and its caches, rows and pages are as before."""
+    """Every pass runs at the planned shape. Caches, rows and pages stay as before."""
     spy, batches, passes = Witness(loaded.drafter), [], []
     tapped, predict, write = (
         type(loaded.network).forward_with_taps,
@@ -193,7 +194,7 @@ def test_the_row_that_padding_is_read_from_never_changes(loaded: LoadedModel) ->
 def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
     loaded: LoadedModel, alone: list[tuple[list[int], str]], overlap: bool
 ) -> None:
-    """The plan stands; the others do not notice."""
+    """The plan stays as it is, and the other rows do not change."""
 
     class SparseWindow(LocalPlanner):
         def plan(self, proposal: Proposal) -> Plan:

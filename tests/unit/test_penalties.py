@@ -1,4 +1,5 @@
-"""Bias, penalties and min_tokens through both engines: the reference's, whatever was drafted."""
+"""Bias, penalties and min_tokens through both engines equal the reference's, whatever was
+drafted."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ def request_of(i: int, num_drafts: int, max_tokens: int, **changes: object) -> R
 def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
     loaded: LoadedModel, folder: Path
 ) -> None:
-    """All kinds of rules times n = 0..3 in one batch, teacher-forced place by place."""
+    """All kinds of rules with n = 0..3 drafts in one batch, teacher-forced place by place."""
     bench = Bench(loaded, max_rows=20, num_pages=400)
     asked = [request_of(i, n, 30, ignore_eos=i != 3) for i in range(5) for n in range(4)]
     num_plain_differs = 0
@@ -67,7 +68,7 @@ def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
 
 
 def test_nothing_is_left_of_the_rules_that_a_rows_former_owner_had(loaded: LoadedModel) -> None:
-    """Also where another row of the same step has some of its own."""
+    """This also holds if another row of the same step has rules."""
     bench = Bench(loaded, max_rows=2, num_pages=400)
     plain, ruled = request_of(4, 1, 12, ignore_eos=True), request_of(1, 1, 12, ignore_eos=True)
     [(wanted, _)] = bench.generate(plain)
@@ -104,7 +105,8 @@ def test_sampled_output_is_the_same_for_every_number_of_drafts_and_every_resume(
 def test_nothing_ends_before_min_tokens(
     loaded: LoadedModel, temperature: float, min_tokens: int
 ) -> None:
-    """EOS and a stop id are by far the likeliest tokens, yet both wait; then one ends it."""
+    """EOS and a stop id are by far the most likely tokens, yet both are suppressed until
+    min_tokens."""
     sampling = SamplingParams(
         temperature=temperature,
         seed=3,
@@ -125,7 +127,8 @@ def test_nothing_ends_before_min_tokens(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_logprobs_are_of_raw_logits(loaded: LoadedModel, folder: Path, temperature: float) -> None:
-    """Whatever chose the token, for every number of drafts, the first token's included."""
+    """Log probabilities do not depend on how the token was chosen or on the number of drafts. The
+    first token has them too."""
     bench = Bench(loaded, max_rows=20, num_pages=400)
     asked = [
         request_of(i, n, 14, temperature=temperature, logprobs=(None, 0, 3, 5)[n])
@@ -163,7 +166,7 @@ def test_logprobs_are_of_raw_logits(loaded: LoadedModel, folder: Path, temperatu
 def test_drafts_are_picked_by_the_same_rules_and_noise(
     loaded: LoadedModel, settings: dict[str, object]
 ) -> None:
-    """Where they outweigh the logits, draft and main model choose alike."""
+    """Rules and noise that outweigh the logits make draft and main model choose the same tokens."""
     bench = Bench(loaded)
     request = request_of(4, 3, 60, ignore_eos=True, **settings)
     bench.generate(request)
@@ -176,7 +179,7 @@ def test_drafts_are_picked_by_the_same_rules_and_noise(
 def test_penalties_see_the_drafts_before_each_place(
     loaded: LoadedModel, pattern: list[int], temperature: float
 ) -> None:
-    """Forced acceptance: runs of accepted drafts are the tokens of plain decoding.
+    """Acceptance is forced, and runs of accepted drafts equal the tokens of plain decoding.
 
     The last request would end within a run if ``min_tokens`` were counted from its start.
     """

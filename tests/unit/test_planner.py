@@ -1,4 +1,4 @@
-"""One plan for all ranks, as a pure function of what they propose."""
+"""All ranks get one plan, which is a pure function of their proposals."""
 
 from copy import deepcopy
 from dataclasses import replace
@@ -92,7 +92,7 @@ def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
 
 
 def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
-    """So every rank runs the same program; who has no row asks for nothing."""
+    """All ranks run the same program. A rank without rows needs no traits."""
     sampled = SamplingTraits(all_greedy=False, rule_names=("rejection",))
     ruled = SamplingTraits(has_logit_rules=True, rule_names=("strict",))
     key = planned(rows(3, traits=sampled), IDLE, rows(2, traits=ruled))
@@ -102,7 +102,7 @@ def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
 
 
 def test_extras_are_few_whatever_rows_ask_for() -> None:
-    """So a size and a length has no more programs than these times what is caught up with."""
+    """This bounds the number of programs for each batch size and draft shape."""
     mixtures = [set(kinds) for n in range(1, 7) for kinds in combinations(ACCEPTANCES, n)]
     found = {
         merge_traits([SamplingTraits(is_greedy, has_logit_rules, program_rule_names(kinds))])
@@ -124,7 +124,8 @@ def keys(num: int) -> list[StepKey]:
 
 
 def test_of_too_many_programs_the_one_unused_for_longest_makes_room() -> None:
-    """Its number is another's, so ranks let go of it; asked for again, it is made again."""
+    """The new program takes the old one's number, so ranks release the old one. It is made again
+    when it is needed."""
     forms = ProgramTable()
     kept = [forms.plan(key, RECORDED) for key in keys(MAX_PROGRAMS)]
     numbers = [plan.program_id for plan in kept]
@@ -176,7 +177,7 @@ def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
 
 
 def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_waits() -> None:
-    """Or who is never without work would be eager for ever."""
+    """Otherwise a rank that is always busy would stay eager indefinitely."""
     planner = fixed(StepKey(2, 3, 4))
     sampled = rows(3, traits=SAMPLED_TRAITS, exec_mode=CAPTURED)
     plans = [planner((sampled,)) for _ in range(2 * MAX_EAGER_STEPS)]
@@ -227,7 +228,7 @@ def test_a_step_took_as_long_as_on_its_slowest_rank_and_all_rows_count() -> None
 
 
 def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
-    """So planning twice from the same costs gives the same, and the same costs after it."""
+    """Planning twice from the same costs gives the same plan and the same costs afterwards."""
     planner = StepPlanner(BUCKETS, chain_shapes(3), adaptive, CATCH_UP)
     report = StepReport(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
     proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
@@ -244,7 +245,7 @@ def test_the_last_step_before_nobody_has_work_is_learnt_of_too() -> None:
 
 
 def test_ranks_may_report_different_steps() -> None:
-    """An idle rank reads a step later than a busy one, or has read one of other shapes."""
+    """An idle rank reads a step later than a busy one, or has read a step of another shape."""
     wide = StepReport(StepKey(2, 3, 4), 0.02, (2, 2, 2), (2, 2, 1))
     narrow = StepReport(StepKey(1, 1, 2), 0.01, (1,), (1,))
     proposals = [replace(rows(3), report=report) for report in (wide, narrow, wide)]

@@ -1,4 +1,4 @@
-"""The pool of n-grams that a rank's requests share, against a dictionary."""
+"""The n-gram table that a rank's requests share, compared with a dictionary."""
 
 import random
 from pathlib import Path
@@ -19,7 +19,7 @@ MOST = 3
 def told(
     drafter: SharedNgramDrafter, table: tuple[Tensor, NgramTable], row: int, text: list[int]
 ) -> None:
-    """A text of which a step gives up to three tokens; what it did not accept is noise."""
+    """Feed a text in steps that emit up to three tokens; rejected tokens of a step are noise."""
     drafter.register_row(table, row, text[:5])
     draw, at = random.Random(len(text)), 5
     while at < len(text):
@@ -33,7 +33,8 @@ def told(
 
 @pytest.mark.parametrize("oldest", [False, True])
 def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
-    """N-grams of texts that came and went by the same few rows; each draft by the longest one."""
+    """Texts use the same few rows one after another. Each draft follows the longest known
+    n-gram."""
     draw, drafter = random.Random(7), SharedNgramDrafter(MOST, oldest=oldest)
     table = drafter.create_table(4, 64, torch.device("cpu"))
     known: dict[tuple[int, ...], list[int]] = {}
@@ -64,7 +65,7 @@ def test_drafts_are_what_a_dictionary_has(oldest: bool) -> None:
 
 
 def test_an_n_gram_in_anothers_place_is_not_there() -> None:
-    """What is found has the whole hash, not the slot alone."""
+    """A match compares the whole hash, not only the slot."""
     pool = NgramTable.empty(torch.device("cpu"))
     last = torch.tensor([[3, 4, 5]])
     [[found]] = hash_ngrams(last.unsqueeze(1)).tolist()
@@ -79,8 +80,8 @@ def test_an_n_gram_in_anothers_place_is_not_there() -> None:
 
 
 def test_another_request_drafts_from_a_text_that_is_gone(tmp_path: Path) -> None:
-    """The same prompt again: its first steps draft what the first answer was, before it repeats
-    itself; in a private one they do not. Both answers are the same."""
+    """On a repeated prompt, the first steps draft the first answer before it repeats itself. A
+    private table cannot do this. Both answers are equal."""
     write_small(tmp_path)
     nums = []
     for sets in (("speculation.is_public_pool=true",), ()):

@@ -1,4 +1,4 @@
-"""Prompts wait for pages in order; whatever happens, nobody starves and nothing leaks."""
+"""Prompts wait for pages in order. No prompt waits indefinitely, and no page leaks."""
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +31,7 @@ def tokens(num: int, start: int = 0) -> tuple[int, ...]:
 
 
 def admit(scheduler: Scheduler, num: int, *output: int) -> PrefillSequence:
-    """A prompt of ``num`` tokens that begins like no other."""
+    """Admit a prompt of ``num`` tokens that shares no prefix with another."""
     start = 1000 * (len(scheduler.sequences) + 1)
     return scheduler.admit(Identity("r"), request(tokens(num, start), output))
 
@@ -91,7 +91,7 @@ def test_what_can_never_fit_or_is_here_is_refused_and_leaves_nothing() -> None:
 
 
 class Traffic(RuleBasedStateMachine):
-    """Prompts that share beginnings, admitted, computed in pieces and dropped in any order."""
+    """Prompts with shared prefixes are admitted, computed in pieces and dropped in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,8 @@ class Traffic(RuleBasedStateMachine):
         assert self.pool.num_available == self.pool.num_pages - 1 - len(held)
 
     def teardown(self) -> None:
-        """Whoever is left is computed, as soon as those before it are dropped."""
+        """Compute the remaining prompts; each must complete as soon as those before it are
+        dropped."""
         while self.scheduler.sequences:
             while self.scheduler.num_waiting:
                 self.step()
@@ -174,7 +175,7 @@ class Traffic(RuleBasedStateMachine):
 
 
 class Rows(dict[Identity, tuple[int, ...]]):
-    """Of a decode scheduler: who holds which pages."""
+    """Pages that each row of a decode scheduler holds."""
 
     def __init__(self, pool: PagePool) -> None:
         super().__init__()
@@ -300,8 +301,8 @@ def test_a_prompt_without_a_row_is_refused_and_leaves_nothing() -> None:
 def test_a_prompt_ends_in_a_chunk_of_as_many_tokens_as_entries_depend_on(
     lengths: list[int], budget: int, least: int
 ) -> None:
-    """Or it has no more; known beginnings and whoever else is computed change nothing of it, and a
-    step is no longer than the budget but for what ends a prompt."""
+    """The last chunk has at least ``least`` tokens, or all that remain. Cached prefixes and
+    concurrent prompts do not change this. A step exceeds the budget only by the end of a prompt."""
     pool = PagePool(200, SIZE)
     scheduler = Scheduler(PageSource(pool, lag=least), budget, least)
     for twice in range(2):

@@ -1,4 +1,5 @@
-"""The prefix cache: right pages only, bounded by the pool, nothing lost whatever the order."""
+"""The prefix cache returns only right pages and is bounded by the pool. No order of calls loses a
+page."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Slow and stuck are told apart, a failed step takes only what was in it, a dead rank names it."""
+"""A slow rank is distinguished from a stalled one. A failed step ends only the sequences in it, and
+the journal of a dead rank names them."""
 
 import asyncio
 import faulthandler
@@ -36,7 +37,7 @@ class Clock:
 
 
 def turn(watch: StallDetector, clock: Clock, seconds: float) -> None:
-    """One turn, asked after every second."""
+    """Run one turn and measure its progress after every second."""
     watch.start_turn()
     for _ in range(int(seconds)):
         clock.now += 1
@@ -110,7 +111,7 @@ def test_the_kernel_tells_who_waits_for_a_cpu() -> None:
 
 
 class Engine:
-    """Does ``work`` in each step until there is none left."""
+    """Runs the next item of ``work`` in each step until none is left."""
 
     def __init__(self, *work: Callable[[], None]) -> None:
         self.work = list(work)
@@ -252,7 +253,7 @@ def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
 
 
 def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
-    """A page of a mapped file that finds no room on a full disk would be a signal as it is used."""
+    """Otherwise writing to the mapped file on a full disk would raise a signal."""
     path = tmp_path / "rank.box"
     CrashJournal(str(path))
     status = path.stat()
@@ -260,7 +261,7 @@ def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
 
 
 def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
-    """With the longest ids that requests may have."""
+    """The identities have the longest ids that requests may have."""
     name = request_id("\U00020000" * 128)
     path = str(tmp_path / "rank.box")
     everyone = [Identity(name, 0, (1 << 53) - i) for i in range(1, 3000)]
@@ -276,7 +277,7 @@ def test_a_rank_keeps_its_box_where_none_can_foresee_it(monkeypatch: pytest.Monk
 
 
 class Torn:
-    """A mapped file whose process dies when it has written half of who is in the step."""
+    """A mapped file whose process dies after writing half of the sequences of a step."""
 
     def __init__(self, target: mmap.mmap) -> None:
         self._target = target

@@ -1,4 +1,5 @@
-"""How a text becomes token ids: AutoTokenizer is the oracle, and the table of docs/prompts.md."""
+"""Conversion of text to token ids, compared with AutoTokenizer and with the table of
+docs/prompts.md."""
 
 import json
 import secrets
@@ -31,7 +32,8 @@ TINY_BOS = (BOS, 0)
 
 
 def table() -> dict[str, tuple[str, str]]:
-    """Return what docs/prompts.md says is added for each folder: by Tandem and AutoTokenizer."""
+    """Return the tokens that Tandem and AutoTokenizer add for each folder, according to
+    docs/prompts.md."""
     lines = DOCS.read_text().splitlines()
     rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
     of_folders = [cells for cells in rows if len(cells) == 7 and set(cells[1]) - {"-"}]
@@ -39,7 +41,7 @@ def table() -> dict[str, tuple[str, str]]:
 
 
 def words(tokenizer: Any, before: list[int], after: list[int]) -> str:
-    """Return token ids before and after a text as the table writes them."""
+    """Return the token ids before and after a text in the notation of the table."""
     names = {"<s>": "BOS", BOS: "BOS", "<｜end▁of▁sentence｜>": "EOS"}
     added = [names[tokenizer.convert_ids_to_tokens(token)] for token in before]
     appended = [names[tokenizer.convert_ids_to_tokens(token)] for token in after]
@@ -80,7 +82,8 @@ def test_the_table_is_of_all_folders() -> None:
 
 
 def test_transformers_is_no_oracle_where_it_replaces_the_pre_tokeniser(tmp_path: Path) -> None:
-    """HF#45488: with ``LlamaTokenizerFast`` its own parts stand for those of tokenizer.json."""
+    """HF#45488: for ``LlamaTokenizerFast``, transformers replaces parts of tokenizer.json by its
+    own."""
     replaced = AutoTokenizer.from_pretrained(write_folder(tmp_path, "fallback-llama"))
     read = AutoTokenizer.from_pretrained(write_folder(tmp_path, "fallback"))
     text = "x</s>y"
@@ -104,7 +107,8 @@ def test_the_class_that_a_folder_names_changes_no_text(
 def test_begin_of_sentence_is_not_added_to_a_text_that_begins_with_it(
     tmp_path: Path, name: str
 ) -> None:
-    """vllm#16976: a rendered chat text begins with it. DeepSeek's own take a second to read."""
+    """Regression test for vllm#16976: a rendered chat text already starts with the token.
+    DeepSeek's own tokenizers take a second to read."""
     tokenizer = Tokenizer(write_folder(tmp_path, name))
     begin = "<s>" if name.startswith("fallback") else BOS
     bos, *rest = tokenizer.encode(begin + "x")
@@ -113,7 +117,7 @@ def test_begin_of_sentence_is_not_added_to_a_text_that_begins_with_it(
 
 
 def test_sections_that_cut_or_fill_a_text_never_apply(tmp_path: Path) -> None:
-    """dynamo#11792: 38 tokens became 8."""
+    """Regression test for dynamo#11792, where 38 tokens became 8."""
     text = "a text of sixty characters, which is longer than eight tokens"
     changes = {"truncation": CUT, "padding": FILLED | {"strategy": {"Fixed": 99}}}
     tokenizer = Tokenizer(write_tokenizer(tmp_path, "tiny", changes, {}))
@@ -155,7 +159,8 @@ NAMED = {"bos_token": BOS, "add_bos_token": True}
 def test_what_a_text_begins_with(
     tmp_path: Path, processor: dict[str, Any] | None, config: dict[str, Any], begin: list[int]
 ) -> None:
-    """A post-processor that adds the token decides, else the flag; what it appends is left out."""
+    """A post-processor that adds the token decides, otherwise the flag does. Tokens that the
+    post-processor appends are left out."""
     folder = write_tokenizer(tmp_path, "tiny", {"post_processor": processor}, config)
     tokenizer = Tokenizer(folder)
     [_, x] = Tokenizer(TINY_MODEL).encode("x")

@@ -1,4 +1,4 @@
-"""A proof that an answer has begun: what it counts for, and where it may not be seen."""
+"""The proof that an answer was started: when it is valid, and where it must not be visible."""
 
 import hmac
 import time
@@ -96,7 +96,7 @@ def test_a_proof_of_another_model_or_cluster_does_not_count() -> None:
 
 
 def test_without_a_key_there_are_no_proofs() -> None:
-    """HMAC takes an empty key, with which everybody can sign."""
+    """HMAC accepts an empty key, with which any client could sign."""
     assert admitted(ASKED, key=b"")[1] == ""
     request = replace(admitted(ASKED)[0], output_ids=())
     now = int(time.time())
@@ -120,7 +120,7 @@ def test_without_a_key_there_are_no_proofs() -> None:
     ],
 )
 def test_a_proof_expires(age_s: float, is_valid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that is slow by a minute does not make it void."""
+    """A clock that is slow by a minute does not invalidate the proof."""
     asked = proven()
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + age_s)

@@ -1,4 +1,4 @@
-"""The rules of tests/prose.py find what they are for, and nothing else."""
+"""The rules of tests/prose.py find the faults that they describe, and nothing else."""
 
 import json
 

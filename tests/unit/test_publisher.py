@@ -18,7 +18,7 @@ def no_beat(held: tuple[Identity, ...]) -> Heartbeat:
 
 
 async def test_the_late_end_of_an_old_connection_leaves_the_new_one_its_frames() -> None:
-    """A gateway that connects again is served before the end of its first connection is seen."""
+    """A gateway that reconnects is served before the end of its first connection is noticed."""
     sessions = Sessions(lease_s=30.0, clock=lambda: 0.0)
     publisher = FramePublisher(sessions, no_beat)
     heard: dict[str, list[Frame]] = {"old": [], "new": [], "other": []}

@@ -1,4 +1,4 @@
-"""A gang's experts are placed anew by what its ranks have counted, after it was drained."""
+"""After a gang was drained, its experts are placed according to the ranks' row counts."""
 
 import asyncio
 from dataclasses import replace
@@ -119,7 +119,7 @@ async def test_who_does_not_end_in_time_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("when", [DRAINING, STARTING])
 async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> None:
-    """It holds nobody up, and ends when the gang is stopped."""
+    """The rebalance does not block them, and ends when the gang is stopped."""
     kept = Kept(SKEWED, drain_s=3600.0)
     await kept.ready()
     kept.machines.is_held = when == STARTING
@@ -133,7 +133,7 @@ async def test_others_may_change_gangs_while_one_is_waited_for(when: str) -> Non
 
 
 async def test_a_gang_makes_way_for_one_reason_at_a_time() -> None:
-    """A machine drains while its gang is rebalanced: the new placement is not put back."""
+    """A machine drains while its gang is rebalanced; the new placement is kept."""
     kept = Kept(SKEWED)
     await kept.ready()
     first = kept.machines.ranks[2]

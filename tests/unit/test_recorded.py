@@ -1,4 +1,5 @@
-"""Recorded functions play what was recorded, of any operator; and what a recorded step may cost."""
+"""Recorded functions replay any operator that was recorded. The cost of a recorded step is
+bounded."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -32,7 +33,7 @@ from tests.counted import step_of
 from tests.kernels import ours
 
 WAITS = ("_local_scalar_dense", "item", "nonzero", "masked_select", "equal", "is_nonzero")
-"""Operators that bring values to the host."""
+"""Operators that copy values to the host."""
 
 
 def recorded(function: Any) -> Recorded:
@@ -152,7 +153,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 def everything() -> list[Request]:
-    """Rows that ask for all that there is, and rows that ask for nothing."""
+    """Return requests that together use all sampling options, and plain ones."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 40, ignore_eos=True) for i in range(6)]
     hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
     ruled = replace(asked[0].sampling, presence_penalty=0.5, min_tokens=8, logprobs=2)
@@ -164,7 +165,7 @@ def everything() -> list[Request]:
 
 
 def run(loaded: LoadedModel, overlap: bool, num_drafts: int) -> tuple[list, list[Tensor], Bench]:
-    """Rows leave one after the other: many keys."""
+    """Run all requests. Rows leave one after another, which gives many different step keys."""
     bench = Bench(loaded, num_drafts=num_drafts, max_rows=6, overlap=overlap)
     for request in everything():
         bench.start(request)
@@ -197,7 +198,8 @@ def test_recorded_steps_are_eager_ones_to_the_last_bit(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails: bool) -> None:
-    """One that failed while it was recorded is recorded again, and does not count either."""
+    """A step that failed while it was recorded is recorded again, and its time does not count
+    either."""
     bench = Bench(loaded, num_drafts=0)
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     if fails:
@@ -247,7 +249,7 @@ def test_a_program_that_was_dropped_is_recorded_again(
 def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As captured ones are: while nobody has work, on rows that are nobody's."""
+    """Captured programs are prepared while the rank is idle, on dummy rows."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     monkeypatch.setattr(type(loaded.kernels), "exec_mode", CAPTURED)
@@ -275,7 +277,7 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
 def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as a graph that the memory does not hold."""
+    """Such a program may be a graph that is too large for the memory."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
@@ -304,7 +306,7 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
 def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: bool, overlap: bool
 ) -> None:
-    """And if it cannot be, nobody is harmed."""
+    """If the program cannot be made, no request is affected."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
@@ -336,7 +338,7 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
 
 
 class Made(TorchDispatchMode):
-    """Memory that operators took, and which of it somebody still holds."""
+    """Counts the memory that operators allocated, and the part that is still referenced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -354,7 +356,7 @@ class Made(TorchDispatchMode):
         return out
 
     def num_bytes(self) -> tuple[int, int]:
-        """Taken, and held."""
+        """Return the bytes allocated and the bytes still held."""
         held = sum(size for one, size in self._sizes.items() if not one.expired())
         return sum(self._sizes.values()), held
 
@@ -371,7 +373,7 @@ def test_a_program_keeps_next_to_nothing(loaded: LoadedModel) -> None:
 
 
 def test_what_a_step_calls_allocates_and_copies() -> None:
-    """Nothing that waits for the host, and no more for more rows or a longer context; the figures
+    """No call waits for the host. More rows or a longer context need no more calls. The figures
     themselves are in test_golden.py."""
     one, _ = step_of(1, 0, 70)
     drafting, _ = step_of(1, 3, 70)

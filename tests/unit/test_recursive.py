@@ -1,5 +1,5 @@
-"""Rejection over trees is lossless: joint distributions of several tokens over many steps, of every
-way in which trees are drafted, and wrong rules that these tests do find out."""
+"""Rejection over trees is lossless: tests of the joint distribution of several tokens over many
+steps, for every way of drafting trees. Deliberately wrong rules are detected."""
 
 from collections.abc import Callable
 
@@ -19,14 +19,14 @@ from tests.markov import VOCAB, Drafting, World, chain, check_tokens, tell
 from tests.unit.test_rejection import PLAIN, SETTINGS, WORLD, limits
 
 NUM_ROWS, MANY_ROWS = 12_000, 30_000
-"""What runs whenever tests run, and what ``make soak`` runs."""
+"""Number of rows in every run, and in ``make soak``."""
 DEPTH, TOP_K = 3, 3
 CHOICES_FILE = [(0,), (2,), (1,), (0, 0), (0, 2), (2, 0), (0, 2, 0), (0, 2, 1)]
 """A tree with holes: no (0, 1) before (0, 2)."""
 
 
 def beam(num_nodes: int) -> Drafting:
-    """As MTP's trees are found; what stands for a hidden state is the token before."""
+    """Draft by beam search, as MTP trees do. The previous token replaces the hidden state."""
 
     def draft(world: World, context: DraftContext) -> Drafts:
         at = root_beam(context.last_B1.float())
@@ -54,7 +54,7 @@ class Head(nn.Module):
 
 
 def static(world: World, context: DraftContext) -> Drafts:
-    """Of Medusa's heads, which do not know the path."""
+    """Draft a static tree with Medusa heads, which do not know the path."""
     heads: list = [Head(world.drafter_VV.roll(k, 1)) for k in range(DEPTH)]
     drafter = MedusaDrafter(heads, CHOICES_FILE, 1, torch.device("cpu"))
     draft_shape = drafter.draft_shapes(DEPTH)[-1]
@@ -65,8 +65,8 @@ def static(world: World, context: DraftContext) -> Drafts:
 
 
 def two_chains(world: World, context: DraftContext) -> Drafts:
-    """What was drawn, and what is looked up: the tokens behind the last one in a ring, in half of
-    the rows as the drafter would say it; of some none or one."""
+    """Merge a drawn chain with a looked-up chain of 0 to DEPTH tokens. In half of the rows the
+    lookup continues a ring of tokens. In the others it repeats the drafter's most likely token."""
     made = chain(DEPTH)(world, context)
     token_BN = context.last_B1 + torch.arange(1, DEPTH + 1)
     looked_BN = token_BN % VOCAB
@@ -77,7 +77,7 @@ def two_chains(world: World, context: DraftContext) -> Drafts:
 
 
 def looked_up_first(world: World, context: DraftContext) -> Drafts:
-    """The chain that was drawn comes behind the other."""
+    """Put the looked-up chain before the drawn one."""
     drafts = two_chains(world, context)
     assert drafts.parents_BN is not None
     other_N = torch.arange(2 * DEPTH) ^ 1
@@ -110,7 +110,7 @@ def told(
 
 
 def often(way: str, s: SamplingParams, kind: str) -> bool:
-    """Whether that is looked at whenever tests run: each way, setting and kind at least once."""
+    """Whether the case is in every run, which has each way, setting and kind at least once."""
     number = SETTINGS.index(s)
     return (number + [*WAYS].index(way)) % 4 == (kind == REJECTION)
 
@@ -141,7 +141,7 @@ def test_three_tokens_follow_the_exact_joint_distribution(
     "way", ["beam of 9", *(pytest.param(one, marks=pytest.mark.slow) for one in ("chain", *WAYS))]
 )
 def test_a_drafter_whose_logits_are_no_numbers_changes_no_distribution(way: str) -> None:
-    """All of them after some tokens, one of them after others."""
+    """Some tokens are followed by NaN or -inf logits alone, others by a single NaN or inf."""
     drafter_VV = WORLD.drafter_VV.clone()
     drafter_VV[1] = drafter_VV[2, 3] = float("nan")
     drafter_VV[3], drafter_VV[4, 0] = float("-inf"), float("inf")
@@ -176,26 +176,26 @@ def test_kinds_of_every_sort_share_a_batch() -> None:
 
 
 def with_replacement(walk: recursive._Walk, *of: object) -> None:
-    """q of all tokens, though no sibling has that of another."""
+    """Try siblings with q over all tokens, although they were drawn without replacement."""
     right_try(walk, *of)  # type: ignore[arg-type]
     walk.tried_BV = torch.zeros_like(walk.tried_BV)
 
 
 def worth_of_tokens(*of: object) -> TopCandidates:
-    """A place is worth what its own token tells."""
+    """Score each place only by the log probability of its own token."""
     top = right_drawn(*of)  # type: ignore[arg-type]
     return top._replace(scores_BQK=top.log_probs_BQK)
 
 
 def in_order_of_likelihood(*of: object) -> TopCandidates:
-    """Not as they were drawn."""
+    """Order candidates by likelihood instead of the order in which they were drawn."""
     top = right_drawn(*of)  # type: ignore[arg-type]
     order = top.log_probs_BQK.argsort(2, descending=True)
     return top._replace(tokens_BQK=top.tokens_BQK.gather(2, order))
 
 
 def of_first_tokens(*of: object) -> TopCandidates:
-    """The likeliest, judged as if they had been drawn."""
+    """Return the most likely tokens, which are then judged as if they had been drawn."""
     top = right_drawn(*of)  # type: ignore[arg-type]
     tokens_BQK = ranking.top_by_logits(*of).tokens_BQK  # type: ignore[arg-type]
     return top._replace(tokens_BQK=tokens_BQK)
@@ -209,7 +209,7 @@ right_try, right_drawn = recursive._try_node, ranking.draw_without_replacement
 def test_trees_that_were_not_drawn_from_q_are_found_out(
     way: str, wrong: Callable[..., TopCandidates], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a place is worth is nothing to a tree that is static."""
+    """A static tree does not use the scores, so that wrong scores have no effect there."""
     kind = ACCEPTANCE_RULES[REJECTION]
     monkeypatch.setitem(
         ACCEPTANCE_RULES, REJECTION, type(kind)(kind.sample_draft, wrong, kind.accept_drafts)
@@ -225,14 +225,14 @@ def test_trees_that_were_not_drawn_from_q_are_found_out(
 def test_a_token_that_is_tried_twice_is_found_out(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Siblings were drawn without replacement; what both chains have counts once."""
+    """Siblings are drawn without replacement. A token that both chains contain counts once."""
     monkeypatch.setattr(recursive, "_try_node", with_replacement)
     with pytest.raises(AssertionError):
         check_tokens(told(WAYS[way]), WORLD, PLAIN)
 
 
 def test_a_residual_of_p_and_all_drafts_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Children tried against p, whatever was tried before."""
+    """The wrong rule tries children against p, whatever was tried before."""
 
     def wrong(walk: recursive._Walk, verify_input: object, node: int, p_BV: Tensor) -> None:
         before_BV, end_B = walk.residual_BV, walk.end_B
@@ -246,7 +246,7 @@ def test_a_residual_of_p_and_all_drafts_is_found_out(monkeypatch: pytest.MonkeyP
 
 
 def test_more_children_are_accepted_than_of_a_chain() -> None:
-    """Or trees would be of no use: tokens a step of as many rows, by the number of steps."""
+    """Compares the tokens that each step emits; otherwise trees would have no advantage."""
     row_B = torch.arange(4000)
     counts = {}
     for name, way in (("chain", chain(DEPTH)), ("tree", beam(12))):

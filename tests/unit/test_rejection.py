@@ -1,5 +1,5 @@
-"""Rejection sampling is lossless: joint distributions of several tokens over many steps, the
-accepted length that theory expects, and wrong rules that these tests do find out."""
+"""Rejection sampling is lossless: tests of the joint distribution of several tokens over many
+steps, and of the accepted length that theory predicts. Deliberately wrong rules are detected."""
 
 from dataclasses import replace
 
@@ -42,7 +42,8 @@ SETTINGS = [
 
 
 def limits(num_drafts: int, num_rows: int = NUM_ROWS) -> Tensor:
-    """Half of the rows may use all drafts (or one more), the others any smaller number."""
+    """Return draft limits. Half of the rows may use all drafts (or one more), the others any
+    smaller number."""
     row_B = torch.arange(num_rows)
     return torch.where(row_B % 2 == 0, num_drafts + row_B // 2 % 2, row_B // 2 % (num_drafts + 1))
 
@@ -60,7 +61,8 @@ def test_three_tokens_follow_the_exact_joint_distribution(
 
 @pytest.mark.parametrize("s", [SETTINGS[1], SETTINGS[2]], ids=lambda s: f"t{s.temperature}")
 def test_later_tokens_too_where_noise_was_used_before(s: SamplingParams) -> None:
-    """Tokens 4 and 5 given token 3: a chain that starts there, its tokens renumbered."""
+    """Given token 3, tokens 4 and 5 are distributed like a chain that starts there, with renumbered
+    tokens."""
     told = tell(WORLD, s, (REJECTION,), limits(3), num_drafts=3, num_tokens=5)
     for start in range(VOCAB):
         rows = told[:, 2] == start
@@ -71,7 +73,8 @@ def test_later_tokens_too_where_noise_was_used_before(s: SamplingParams) -> None
 
 
 def test_a_chain_is_judged_as_transformers_judges_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row, given our coins and our noise for the token behind the drafts."""
+    """Compare row by row. transformers gets our uniform draws, and our noise for the token after
+    the drafts."""
     num_drafts, made = 3, list[Drafts]()
     seed_B = torch.arange(400)
     last_B, num_output_B = seed_B % VOCAB, 1 + seed_B % 7
@@ -109,7 +112,7 @@ def test_a_chain_is_judged_as_transformers_judges_it(monkeypatch: pytest.MonkeyP
 
 
 def test_kinds_of_every_sort_share_a_batch() -> None:
-    """Each kind's rows have their own exact distribution; rows of temperature 0 are greedy."""
+    """Each kind's rows keep their exact distribution; rows of temperature 0 are greedy."""
     kinds = (REJECTION_GREEDY, STRICT, REJECTION, RELAXED)
     row_B = torch.arange(4 * NUM_ROWS)
     rule_B = torch.tensor([RULE_NUMBERS[kind] for kind in kinds])[row_B % 4]
@@ -166,7 +169,7 @@ def test_a_wrong_rule_is_found_out(
 
 
 def test_drafts_that_were_not_drawn_from_q_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter's best tokens, judged as if they had been drawn."""
+    """Drafts are the drafter's best tokens, judged as if they had been drawn."""
     wrong = replace(rejection.REJECTION, sample_draft=_best_with_q)
     monkeypatch.setitem(ACCEPTANCE_RULES, REJECTION, wrong)
     told = tell(WORLD, PLAIN, (REJECTION,), limits(2), num_drafts=2, num_tokens=3)
@@ -187,8 +190,8 @@ def _best_with_q(adjusted_BV: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 def test_the_accepted_length_is_what_theory_expects(
     kind: str, overlap: float, num_drafts: int
 ) -> None:
-    """sum min(p, q) = a at every place gives (1 - a^(n + 1)) / (1 - a) tokens a step; where the
-    draft is q's best token, a is that token's p."""
+    """If sum min(p, q) = a at every place, a step emits (1 - a^(n + 1)) / (1 - a) tokens. For
+    greedy rejection, a is the p of q's best token."""
     shared = torch.tensor([0.4, 0.3, 0.3, 0.0, 0.0])
     p, q = (overlap * shared + (1 - overlap) * torch.eye(VOCAB)[i] for i in (3, 4))
     if kind == REJECTION_GREEDY:
@@ -214,7 +217,7 @@ def test_the_accepted_length_is_what_theory_expects(
 
 
 def test_a_token_that_p_rules_out_never_passes_however_small_q_is() -> None:
-    """u * q is 0 in float32, and 0 <= 0."""
+    """In float32 u * q is 0, and 0 <= 0 would accept the token."""
     row_B = torch.arange(2000)
     logits = torch.zeros(2000, 2, VOCAB)
     logits[:, 0, 3] = float("-inf")

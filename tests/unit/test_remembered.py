@@ -1,4 +1,4 @@
-"""What was put in long ago is forgotten, the rest is there, and nothing else is looked at."""
+"""ExpiringMap drops entries after their time, keeps all others, and compares no other keys."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Requests from the wire: what is accepted, and that nothing wrong or unknown gets through."""
+"""Requests from the wire: valid ones are accepted, wrong or unknown fields are rejected."""
 
 import math
 from dataclasses import fields, replace
@@ -38,7 +38,8 @@ THINKER = replace(MODEL, think_token_ids=(8, 9))
 
 
 class Bytes:
-    """A token a byte. ``max_token_bytes`` is what it says of itself."""
+    """A tokenizer with one token for each byte. ``max_token_bytes`` is the bound that it
+    declares."""
 
     special_tokens: dict[str, int] = {}
 
@@ -130,7 +131,7 @@ def test_the_clients_options_arrive() -> None:
 
 
 def test_a_stop_string_alone_is_one_stop_string() -> None:
-    """Not one for each of its characters, as protobuf reads a str."""
+    """protobuf would read a str as one stop string for each of its characters."""
     assert mapped(build_request("ab", {"stop": "###"})).sampling.stop == ("###",)
     assert mapped(build_request("ab", {"stop": ["#", "\n"]})).sampling.stop == ("#", "\n")
 
@@ -138,7 +139,7 @@ def test_a_stop_string_alone_is_one_stop_string() -> None:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 @pytest.mark.parametrize("name", ["prompt", "stop", "stop_token_ids", "resume_token_ids"])
 def test_bytes_are_neither_text_nor_token_ids(name: str, kind: type) -> None:
-    """Their values are no ids of the tokens that the text has."""
+    """Their byte values are not the token ids of the text."""
     values: dict[str, Any] = {"prompt": "ab", name: kind(b"hello")}
     with pytest.raises(ValueError, match=rf"^{name}: is of type {kind.__name__}; use a str, or"):
         build_request(values.pop("prompt"), values)  # type: ignore[arg-type]
@@ -216,7 +217,7 @@ def test_lists_are_counted_before_they_are_read(field: str, allowed: Any, one_mo
 
 
 def test_a_vocabulary_of_ends_leaves_no_token_before_min_tokens() -> None:
-    """The model's own end is one of them unless it is ignored, and what is resumed counts."""
+    """EOS is one of the ends unless it is ignored. Resumed tokens count towards min_tokens."""
     ends = [*range(MODEL.eos_token_ids[0]), *range(MODEL.eos_token_ids[0] + 1, MODEL.vocab_size)]
     sampling = pb.Sampling(stop_token_ids=ends, min_tokens=2)
     with pytest.raises(ValueError, match=r"^sampling\.min_tokens=2: .* whole vocabulary.*use 0"):
@@ -233,7 +234,7 @@ class Untouched(Bytes):
 
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
-    """31 tokens of up to 4 bytes each: 124 bytes might fit, one more cannot."""
+    """31 tokens of up to 4 bytes hold 124 bytes. Such a text might fit, a longer one cannot."""
     with pytest.raises(ValueError, match=r"^text: the prompt has 125 bytes; .* hold 124 at"):
         to_request(make(text="é" * 62 + "x"), MODEL, Untouched(4))
     with pytest.raises(AssertionError, match="it was tokenised"):

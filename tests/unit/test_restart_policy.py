@@ -1,4 +1,4 @@
-"""What follows the end of a life: who is to blame, whether and when the next one begins."""
+"""Decisions after the end of an epoch: its cause, and whether and when the next epoch starts."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ ENDS = {
     EXTERNAL: RankLost("the actor died"),
 }
 PROVEN_S = 60.0
-"""A life that was ready for so long has served for long."""
+"""Seconds of service after which the failure count is reset."""
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,15 @@ def test_who_is_to_blame(error: Exception, reports: list[CrashReport], category:
 
 
 class Played:
-    """A gang's ``history`` while it lives and dies by a clock of its own."""
+    """A gang's ``history`` over epochs that follow a simulated clock."""
 
     def __init__(self, has_served: bool = False) -> None:
         self.history = RestartHistory(has_served)
         self.now = 1000.0
 
     def live(self, served_s: float | None, category: str, left: frozenset[int]) -> RestartDecision:
-        """A life that was ready for so long, or never, and the decision after it."""
+        """Play an epoch that was ready for ``served_s`` (None: never) and return the decision after
+        it."""
         if served_s is not None:
             stable_at = self.now + PROVEN_S
             self.history = replace(self.history, has_served=True, stable_at=stable_at)
@@ -89,7 +90,7 @@ class Played:
 
 ONE = [PAUSE_S]
 RUNS = {
-    # (seconds for which each life was ready or None, why it ended): the pauses, the deaths told.
+    # (seconds that each epoch was ready or None, cause of its end): pauses, reported failures.
     "SIGKILL of any rank every 8 s": ([(6.0, EXTERNAL)] * 12, ONE * 12, 12),
     "of one rank every 3 s, mostly as it starts": (
         [(40.0, EXTERNAL), *[(None, EXTERNAL), (None, EXTERNAL), (0.5, EXTERNAL)] * 6],

@@ -1,4 +1,5 @@
-"""Proposals in, plans out: no order of messages makes two ranks take different steps or wait."""
+"""Rounds of proposals and plans. In any order of messages, all ranks take the same steps and none
+waits indefinitely."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +47,7 @@ def test_a_step_that_nobody_has_work_for_is_planned_as_none() -> None:
 
 
 class Ranks:
-    """Ranks as their engines behave: who has work proposes, who is asked does, nobody else."""
+    """Ranks that behave as their engines do: a rank proposes if it has work or was polled."""
 
     def __init__(self, work: list[list[int]]) -> None:
         self.work = work

@@ -1,4 +1,5 @@
-"""Routing is a pure choice: load first, then known beginnings, then what each was given."""
+"""Routing is a pure function: it compares load first, then known prefixes, then what each rank was
+given."""
 
 from itertools import product
 
@@ -34,7 +35,8 @@ def prefill(gang: str, num_tokens: int = 0, num_sent: int = 0) -> RankHandle:
 
 
 def decode(gang: str, num_rows: int) -> RankHandle:
-    """It runs one sequence of ours, if any, and those of others."""
+    """Return a decode rank that runs ``num_rows`` sequences, at most one of them from this
+    gateway."""
     found = rank(gang, num_other_rows=max(0, num_rows - 1))
     if num_rows:
         found.inboxes.open(Identity("r"))
@@ -86,7 +88,8 @@ def test_other_gateways_count() -> None:
 
 
 def test_a_cold_start_with_one_beginning_for_all_uses_all_ranks() -> None:
-    """64 prompts at once that all begin with the same 512 tokens and go on with 64 of their own."""
+    """64 prompts arrive at once. All share their first 512 tokens, followed by 64 different
+    ones."""
     affinity, prefills = PrefixAffinity(), [prefill(f"p{i}") for i in range(4)]
     for i in range(64):
         ids = [*range(512), *[1000 + i] * 64]

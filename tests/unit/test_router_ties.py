@@ -1,4 +1,4 @@
-"""Equal scores: the lowest expert ids and groups win, in every way of choosing.
+"""Equal routing scores: the lowest expert ids and groups win, in every method.
 
 The rule is stated in docs/concepts/model.md, Mixture of experts.
 """
@@ -19,7 +19,7 @@ NUM_EXPERTS, NUM_GROUPS, NUM_KEPT, NUM_CHOSEN, NUM_TOKENS, NUM_SCORES = 24, 6, 3
 
 
 def best(scores: dict[int, float], num: int) -> list[int]:
-    """By the definition: by falling score, among equals by rising id."""
+    """Sort by falling score, equal scores by rising id, and return the first ``num`` ids."""
     return sorted(scores, key=lambda one: (-scores[one], one))[:num]
 
 

@@ -1,4 +1,4 @@
-"""How tokens are drawn: the exact distribution, with and without filters and penalties."""
+"""Drawn tokens have the exact distribution, with and without filters and penalties."""
 
 import math
 from dataclasses import replace
@@ -27,7 +27,8 @@ RULES = SamplingParams(
 
 
 def obvious(logits: Tensor, prompt: list[int], output: list[int], s: SamplingParams) -> Tensor:
-    """Adjusted logits [V] of one place, token by token; EOS alone ends these answers."""
+    """Return the adjusted logits [V] of one place, computed token by token. Only EOS ends these
+    answers."""
     logits = logits.clone()
     for item in s.logit_bias:
         logits[item.token_id] += item.bias
@@ -41,7 +42,7 @@ def obvious(logits: Tensor, prompt: list[int], output: list[int], s: SamplingPar
 
 
 def filtered(logits: Tensor, s: SamplingParams) -> list[float]:
-    """The exact distribution after temperature, top-k, top-p and min-p, one token at a time."""
+    """Return the exact distribution after temperature, top-k, top-p and min-p, token by token."""
     p = (logits.double() / s.temperature).softmax(0).tolist()
     order = sorted(range(len(p)), key=lambda token: -p[token])
     order = order[: s.top_k or len(p)]
@@ -71,7 +72,7 @@ def filtered(logits: Tensor, s: SamplingParams) -> list[float]:
 def test_draws_follow_the_exact_distribution(
     settings: dict[str, float], rules: SamplingParams, varied: str
 ) -> None:
-    """Chi-square over seeds and over output indices; both must look independent."""
+    """Chi-square tests over seeds and over output indices; both must look independent."""
     s = replace(rules, **settings)  # type: ignore[arg-type]
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(5)) * 1.5
     prompt, output, drafts = [1, 3, 5], [3, 7, 7], [2, 7]
@@ -90,14 +91,14 @@ def test_draws_follow_the_exact_distribution(
 
 
 def test_a_seed_means_the_same_noise_for_ever() -> None:
-    """Users keep seeds; the values are those of the first release."""
+    """Users keep seeds, so the values stay those of the first release."""
     for seed, index, expected in (
         (99, 7, [2.1365495, 0.5470362, -0.2315207, 0.2935826]),
         (2**63 - 1, 200_000, [-0.1325294, 0.4580280]),
     ):
         [noise] = gumbel(torch.tensor([seed]), torch.tensor([index]), len(expected))
         wanted = torch.tensor(expected, dtype=torch.float64)
-        # Half of the last digit that is written down, and what a float32 cannot hold.
+        # Half of the last written digit, plus the rounding to float32.
         assert_near(noise, wanted, 5e-8 + rounding(1, float(wanted.abs().max())))
 
 
@@ -116,7 +117,8 @@ def sampling_rows(s: SamplingParams, seed_B: Tensor) -> SamplingRows:
 
 
 def check_chi_square(counts: list[int], expected: list[float]) -> None:
-    """Below the 99.9 % quantile (Wilson-Hilferty), and nothing outside the support."""
+    """Check that the statistic is below the 99.9 % quantile (Wilson-Hilferty), and that no count is
+    outside the support."""
     assert not any(n for n, p in zip(counts, expected, strict=True) if p == 0)
     total, freedom = sum(counts), sum(p > 0 for p in expected) - 1
     assert freedom > 0

@@ -1,4 +1,5 @@
-"""Messages survive the trip; whatever does not match its schema is refused by name."""
+"""Messages survive encoding and decoding. A message that does not match its schema is rejected by
+name."""
 
 import tracemalloc
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Sessions of gateways: what is not renewed is dropped, once, and nothing else is."""
+"""Sessions of gateways: a session that is not renewed is dropped exactly once, and no other is."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ def test_what_a_silent_gateway_holds_is_dropped_and_no_more() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("rhlst"), st.integers(1, 3), st.integers(0, 9))))
 def test_random_lives(operations: list[tuple[str, int, int]]) -> None:
-    """Every sequence leaves exactly once: let go, or swept."""
+    """Every sequence leaves exactly once, by a release or by a sweep."""
     clock = Clock()
     sessions = Sessions(LEASE_S, clock)
     held: dict[Identity, tuple[int, float]] = {}

@@ -1,4 +1,4 @@
-"""The simulated cluster (tests/sim): what it rests on, and some seeds of it."""
+"""The simulated cluster (tests/sim): its event loop, clock and threads, and some seeds."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ def sim_loop() -> SimLoop:
 
 
 def run(loop: SimLoop, *works: tuple[Process, object]) -> None:
-    """Until the last one's end."""
+    """Run the processes until the last one ends."""
     tasks = [process.start(work) for process, work in works]
     with loop.threads.patched():
         try:
@@ -78,7 +78,7 @@ def test_the_killed_never_run_again_and_the_stopped_go_on() -> None:
 
 
 def test_threads_block_in_virtual_time() -> None:
-    """Conditions, futures and sleep; a process's threads die with it."""
+    """Conditions, futures and sleep block in virtual time. A process's threads end with it."""
     loop, told = sim_loop(), []
     process, other = Process(loop, "a"), Process(loop, "b")
 
@@ -153,20 +153,20 @@ def test_nothing_to_do_is_told() -> None:
 
 
 def test_nothing_is_lost() -> None:
-    """In a process of its own: threads of other tests have no part in its time. Thousands of seeds
-    are for ``make soak``."""
+    """Runs in a separate process, so that other tests' threads take no time from it. ``make soak``
+    runs thousands of seeds."""
     told = sim("--seeds", str(NUM_SEEDS), "--jobs", "1")
     assert f"{NUM_SEEDS} seeds, 0 with failures" in told
 
 
 def test_nothing_is_lost_at_the_edges() -> None:
-    """Full gateways, every option, an operator, hostile clients."""
+    """These seeds have full gateways, every option, an operator and hostile clients."""
     told = sim("--first", str(EDGES), "--seeds", str(NUM_EDGES), "--jobs", "1")
     assert f"{NUM_EDGES} seeds, 0 with failures" in told
 
 
 def test_what_once_failed() -> None:
-    """All of it with each of its faults."""
+    """Replay all recorded failures with each of their faults."""
     told = sim("--once")
     done = re.findall(r"(\d+) of (\d+) faults: (.*)", told)
     assert [what for _, _, what in done] == [*ONCE], told
@@ -181,7 +181,7 @@ def test_nothing_is_lost_in_more(first: int) -> None:
 
 @pytest.mark.parametrize("plant", read(), ids=lambda plant: plant.name)
 def test_each_mistake_can_be_put_back(plant: Plant) -> None:
-    """The page says which seed finds it."""
+    """The page names the seed that finds the mistake."""
     assert plant.changed(ROOT)
     rows = [line for line in PAGE.read_text().splitlines() if f"`{plant.name}`" in line]
     assert [line.split(" | ")[-1].strip(" |") for line in rows] == [f"{plant.seed:,}"]
@@ -198,7 +198,7 @@ def test_each_mistake_that_is_put_back_is_found(tmp_path: Path) -> None:
     "seeds", [("20003",), pytest.param(("7", "10007", "20004", "20006"), marks=pytest.mark.slow)]
 )
 def test_a_seed_decides_everything(seeds: tuple[str, ...]) -> None:
-    """The hash of all that happened, in two processes of different hashes of strings."""
+    """The hash of all events is equal in two processes with different string hashes."""
     traces = {
         tuple(re.findall("^seed .*", sim("--seed", *seeds, hashes=hashes), re.MULTILINE))
         for hashes in ("1", "2")
@@ -210,7 +210,7 @@ def test_a_seed_decides_everything(seeds: tuple[str, ...]) -> None:
 
 
 def sim(*asked: str, hashes: str = "random") -> str:
-    """What ``python -m tests.sim`` says."""
+    """Run ``python -m tests.sim`` and return its output."""
     command = [sys.executable, "-m", "tests.sim", *asked]
     environment = os.environ | {"PYTHONHASHSEED": hashes}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Hold the bounds on how much there is to read; forbid import cycles and twin names."""
+"""Bounds on the size of the product. Import cycles and duplicate names are errors."""
 
 import ast
 from collections import defaultdict
@@ -20,7 +20,8 @@ from tests.sizes import (
 )
 
 TWINS = {"Scheduler"}
-"""Names of two classes or constants. None may be added; Scheduler is each node's own by intent."""
+"""Names that two classes or constants share. None may be added. Each node has its own Scheduler by
+intent."""
 
 
 def statements(files: Iterable[str]) -> dict[str, int]:
@@ -81,7 +82,7 @@ def test_no_file_is_too_long() -> None:
 
 
 def test_imports_run_in_no_circle() -> None:
-    """Those for type checking neither."""
+    """Imports for type checking form no cycle either."""
     graph = imported()
     assert sum(map(len, graph.values())) > 3 * len(graph), "imports are not understood"
     assert not circles(graph)
@@ -97,7 +98,8 @@ def test_no_other_name_is_used_for_two_things() -> None:
 
 
 def defined(module: ast.Module) -> set[str]:
-    """Public classes, aliases and constants; type variables are everybody's own."""
+    """Return the public classes, aliases and constants of a module. Type variables may be
+    repeated."""
     found = set()
     for node in module.body:
         match node:
@@ -112,7 +114,7 @@ def defined(module: ast.Module) -> set[str]:
 
 
 def imported() -> dict[str, set[str]]:
-    """The modules of ours that each imports, anywhere in its file."""
+    """Return the product modules that each module imports, anywhere in its file."""
     modules = {module_name(file): file for file in product()}
     found: dict[str, set[str]] = {}
     for module, file in modules.items():
@@ -128,7 +130,7 @@ def imported() -> dict[str, set[str]]:
 
 
 def circles(graph: dict[str, set[str]]) -> set[tuple[str, ...]]:
-    """Modules that reach each other."""
+    """Return the groups of modules that import each other."""
     reached = {module: reach(graph, module) for module in graph}
     return {
         tuple(sorted(two for two in mine if module in reached[two]))

@@ -1,4 +1,5 @@
-"""No test waits for time to pass but where it says why; the search for such tests finds them."""
+"""Tests do not wait for time to pass, except where a comment says why. The checker finds those that
+do."""
 
 import pytest
 

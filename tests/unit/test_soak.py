@@ -1,4 +1,4 @@
-"""The soak finds what is wrong: a token, a text that is not cut, a stream that hangs."""
+"""The soak test detects errors: a wrong token, a text that is not cut, a stream that hangs."""
 
 import asyncio
 import math
@@ -33,14 +33,15 @@ def answer_of(options: dict[str, Any], index: int = 0) -> Answer:
 
 
 def written(answer: Answer) -> Answer:
-    """What our engines answer."""
+    """Fill in the answer that our engines give."""
     bench = Bench(load(TINY_MODEL))
     [(answer.token_ids, answer.reason)] = bench.generate(to_request(answer))
     return answer
 
 
 async def checked(answer: Answer, whole: Answer | None = None) -> list[str]:
-    """What the checker says is wrong; ``whole`` is the answer of the request run alone."""
+    """Return the errors that the checker reports. ``whole`` is the answer of the same request run
+    alone."""
 
     async def run_alone(plan: Plan, changes: dict[str, Any]) -> Answer:
         assert whole is not None and changes["max_drafts"] == 0
@@ -114,7 +115,7 @@ def test_plans_are_the_same_again_and_have_their_shares() -> None:
 
 
 class Stuck:
-    """A client whose streams never say anything."""
+    """A client whose streams never send anything."""
 
     num_open = 0
 

@@ -1,5 +1,5 @@
-"""A model that drafts for itself over a part of its pages: transformers, to which the other pages
-are masked, writes the same drafts; over all pages every draft is what it says itself."""
+"""Self-speculation over a part of the KV pages. Drafts equal those of transformers with the other
+pages masked. If all pages are read, every draft equals the model's own token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,8 +32,8 @@ def loaded_with(folder: Path, budget: int, *sets: str) -> LoadedModel:
 
 @torch.no_grad()
 def masked_drafts(folder: Path, known: Sequence[int], budget: int) -> list[int]:
-    """Of tokens before the last one each sees all before it. That one and the drafts see the first
-    page and ``budget - 1`` pages up to the last draft's."""
+    """Draft with transformers. Tokens before the last known one see everything before them. That
+    token and the drafts see the first page and ``budget - 1`` pages up to the last draft's."""
     model, drafts = tiny.reference(folder), list[int]()
     num_before, last_page = len(known) - 1, (len(known) - 2 + NUM_DRAFTS) // PAGE_SIZE
     for _ in range(NUM_DRAFTS):
@@ -53,7 +53,7 @@ def masked_drafts(folder: Path, known: Sequence[int], budget: int) -> list[int]:
 def test_drafts_are_dense_ones_with_the_other_pages_masked(
     folder: Path, budget: int, length: int
 ) -> None:
-    """In texts that are longer than the budget, and of which all pages are read."""
+    """Covers texts that are longer than the budget, and texts whose pages are all read."""
     spy = Spy((loaded := loaded_with(folder, budget)).drafter)
     bench = Bench(replace(loaded, drafter=spy), num_drafts=NUM_DRAFTS, page_size=PAGE_SIZE)
     ids = prompt(length)
@@ -82,7 +82,7 @@ def test_over_all_pages_every_draft_is_accepted(folder: Path, dtype: str) -> Non
     while bench.decode.has_work():
         bench.decode.step()
     ends = [update.counts for update in bench.updates() if update.counts is not None]
-    # An answer may end amid accepted drafts, which count as not accepted then.
+    # An answer may end amid accepted drafts, which then do not count as accepted.
     assert len(ends) == 6 and all(one.num_steps == 8 for one in ends)
     assert all(one.num_accepted >= 7 * NUM_DRAFTS for one in ends)
     bench.check_empty()

@@ -1,4 +1,4 @@
-"""Special tokens and text: stop strings that name them, and answers that show them."""
+"""Special tokens in stop strings and in the text of answers."""
 
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ def asked(model: ModelInfo = MODEL, **options: object) -> SamplingParams:
 
 
 def test_a_stop_string_that_is_a_special_token_stops_by_its_id() -> None:
-    """vllm#2123: it never stopped, since special tokens have no text."""
+    """Regression test for vllm#2123: the answer never stopped, because special tokens have no
+    text."""
     sampling = asked(stop=["</think>", "x", EOS], stop_token_ids=[9])
     assert sampling.stop_token_ids == (9, 3, 1)
     assert sampling.stop == ("</think>", "x", EOS), "other tokens may spell it"
@@ -64,7 +65,8 @@ def test_special_tokens_are_skipped_unless_a_request_keeps_them() -> None:
 
 
 def answer(ids: list[int], sampling: SamplingParams, num_resumed: int = 0) -> tuple[str, Answer]:
-    """Return the text of an answer that goes on after ``num_resumed`` of these tokens."""
+    """Return the text of an answer that is resumed after ``num_resumed`` of these tokens, and the
+    answer."""
     request = Request("r", (0,), tuple(ids[:num_resumed]), replace(sampling, seed=0, max_tokens=99))
     stream = TextStream(TOKENIZER, skip_special_tokens=sampling.skip_special_tokens)
     made = Answer(request, stream, MODEL)
@@ -95,7 +97,7 @@ IDS = ids_of("a😀") + [2] + ids_of("b") + [3] + ids_of("cd")
     ],
 )
 def test_stop_strings_see_special_tokens_that_are_kept(stop: tuple[str, ...], text: str) -> None:
-    """From every point that a client may resume from, too."""
+    """This holds from every point that a client may resume from, too."""
     sampling = SamplingParams(stop=stop, skip_special_tokens=False)
     whole, ended = answer(IDS, sampling)
     assert whole == text
@@ -117,7 +119,8 @@ def test_a_token_that_ends_an_answer_is_in_no_text() -> None:
 
 @pytest.mark.parametrize("stop", ["othere", "other thereX", "ther t"])
 def test_text_held_for_a_stop_string_survives_a_move(stop: str) -> None:
-    """dynamo#14378: it was lost. The first token of each attempt comes from a prefill rank."""
+    """Regression test for dynamo#14378, where the text was lost. The first token of each attempt
+    comes from a prefill rank."""
     ids = ids_of("othe", "r the", "re")
     sampling = SamplingParams(stop=(stop,), seed=0, max_tokens=len(ids))
     for num_before in range(1, len(ids)):

@@ -1,4 +1,5 @@
-"""How drafts are to be judged, from the wire: which kinds go with which request and model."""
+"""Speculation options from the wire: which kinds of acceptance go with which requests and
+models."""
 
 import math
 from typing import Any

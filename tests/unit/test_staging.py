@@ -1,4 +1,4 @@
-"""Staging, and what goes into it and out of it; TRITON_INTERPRET=1 tests the way of GPUs."""
+"""Staging memory, and copies into and out of it. TRITON_INTERPRET=1 tests the copies on GPUs."""
 
 import asyncio
 from concurrent.futures import Future
@@ -65,7 +65,7 @@ def test_gather_then_scatter_moves_exactly_the_rows(dtype: torch.dtype, width: i
 
 
 def test_a_chunk_larger_than_a_cache_moves_exactly_its_rows() -> None:
-    """In runs of slots that begin anywhere, also within a word."""
+    """Runs of slots start anywhere, also within a word."""
     num_pages = 10 if IS_INTERPRETED else 70
     pool = PagePool(num_pages + 20, 64)
     tensors = {"g": [random_bytes(pool.num_pages * 64, 577, torch.uint8) for _ in range(2)]}

@@ -1,4 +1,5 @@
-"""Ranks that start are bounded from what they said or did last; what they do is told."""
+"""Ranks that start: timeouts count from their last answer or progress, and their activity is
+reported."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from tandem.core.schema import Failure
 from tests.waiting import for_ever
 
 START_S = 0.3
-"""Of the clock of these tests, which each question takes on by TICK_S."""
+"""Startup timeout by the clock of these tests, which each poll advances by TICK_S."""
 TICK_S = 0.02
 SEEN = (7, 100)
 INFO = RankInfo(
@@ -44,7 +45,7 @@ INFO = RankInfo(
 
 
 class FakeRank:
-    """Says what ``says`` makes of the number of its answers; None is silence."""
+    """A rank whose n-th answer is ``says(n)``. None means no answer."""
 
     def __init__(self, rank: int, says: Callable[[int], dict[str, object] | None]) -> None:
         self.spec, self.says, self.num_asked = RankSpec("d", "decode", 5, rank, 2), says, 0
@@ -103,7 +104,7 @@ def waits(n: int) -> dict[str, object]:
 
 
 def lacks_weights(n: int) -> dict[str, object]:
-    """For longer than START_S, and then it loads."""
+    """Report missing weights for longer than START_S, then load."""
     waits = {
         "activity": "importing torch",
         "wait_reason": "not loading: other weights" if n > 2 else "",
@@ -170,12 +171,12 @@ async def test_who_does_not_get_on_is_lost(
 async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
     says: tuple[Callable[[int], dict[str, object] | None], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one that is ready silence means nothing by itself."""
+    """A ready rank is not lost only because it does not answer."""
     await asked(rank_group(*says), 4 * START_S, monkeypatch)
 
 
 async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was ready and left. One that has never answered may take longer."""
+    """The rank was ready and left. A rank that has never answered may take longer."""
     monkeypatch.setattr(
         "tandem.cluster.control.rank_group.time", SimpleNamespace(monotonic=lambda: 0.0)
     )
@@ -196,7 +197,7 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
 async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Long after its predecessor said the same, and served."""
+    """Its predecessor reported the same activity long before, and then served."""
     ranks = rank_group(lambda n: hangs(n) if n < 3 else serves(n))
     await asked(ranks, 2 * START_S, monkeypatch)
     ranks.kill([0])
@@ -209,7 +210,7 @@ async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
 async def test_who_has_said_nothing_is_not_taken_for_who_was_there_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """And served: it is no excuse for one that never answers."""
+    """The predecessor served, but that does not excuse a rank that never answers."""
     ranks = rank_group(serves)
     await asked(ranks, START_S / 2, monkeypatch)
     ranks.kill([0])
@@ -230,7 +231,7 @@ async def test_each_rank_tells_what_it_does() -> None:
 
 
 class FakeMembers:
-    """Tells one snapshot after the other."""
+    """Returns one snapshot after another."""
 
     def __init__(self, *snapshots: tuple[Gang, ...]) -> None:
         self.membership, *self._left = [
@@ -246,7 +247,7 @@ DIED = {"failure": Failure("RankLost", "it died\nlog"), "is_given_up": False}
 
 
 async def waited(*lives: Gang) -> list[str]:
-    """What is told until it can be served."""
+    """Return the messages that are shown until the cluster can serve."""
     told: list[str] = []
     members: Any = FakeMembers(*((READY_P, life) for life in lives))
     await RayMembers.wait_until_started(members, told.append)
@@ -288,7 +289,7 @@ def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
-    """It was lost, and may find no room for long."""
+    """The other gang was lost and may wait for resources for long."""
     other = Gang(
         "decode-1", "decode", 7, STARTING, startup_notes=("decode-1: waiting for room",), **DIED
     )

@@ -1,4 +1,4 @@
-"""What `tandem status` shows on a terminal of 80 columns."""
+"""Output of `tandem status` on a terminal of 80 columns."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ CAUSE = (
 
 
 def node(name: str, kernels: str, balance_ratio: float = 0.0) -> RankStatus:
-    """With figures as wide as they get on a large machine."""
+    """Return a rank's status with figures as wide as on a large machine."""
     kind = name.partition("-")[0]
     return RankStatus(
         name, kind, 1795433213, True, 7654322, kernels=kernels, balance_ratio=balance_ratio,

@@ -1,4 +1,4 @@
-"""Which status tells a client of which error."""
+"""The gRPC status that a client gets for each error."""
 
 import errno
 import logging
@@ -25,7 +25,7 @@ from tandem.core.schema import to_error, to_failure
 
 
 def test_what_is_not_finite_says_so_wherever_it_was_raised() -> None:
-    """A client is not to send it again, and the log holds no traceback."""
+    """The client must not retry the request, and the log holds no traceback."""
     error = to_error(to_failure(NonFiniteLogits.of("r1", 7)))
     assert isinstance(error, NonFiniteLogits)
     status = status_of(error)

@@ -1,4 +1,5 @@
-"""Stop strings against an oracle that sees the whole text; counts of what they cut off."""
+"""Stop strings compared with an oracle that sees the whole text, and the counts of tokens cut
+off."""
 
 import sys
 from types import FrameType
@@ -23,7 +24,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
 
 def oracle(pieces: list[str], stops: list[str], min_tokens: int) -> tuple[str, int | None]:
-    """Told text and the number of the token that completed a stop string."""
+    """Return the emitted text and the number of the token that completed a stop string."""
     text = ""
     for number, piece in enumerate(pieces, start=1):
         for char in piece:
@@ -59,7 +60,8 @@ def begins(end: str, stops: list[str]) -> bool:
 
 
 class SlowStopText:
-    """The definition, which looks at every end of the text held: cost grows with it."""
+    """The definition: it checks every suffix of the held text, so that its cost grows with the
+    text."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
@@ -95,7 +97,7 @@ class SlowStopText:
 def test_push_by_push_it_tells_what_the_definition_tells(
     pushes: list[tuple[str, bool]], stops: list[str]
 ) -> None:
-    """Also in phases that may not stop, after them, and on after a stop."""
+    """Covers phases that may not stop, text after them, and pushes after a stop."""
     fast, slow = StopText(tuple(stops)), SlowStopText(tuple(stops))
     for text, may_stop in pushes:
         assert fast.push(text, may_stop=may_stop) == slow.push(text, may_stop=may_stop)
@@ -103,7 +105,7 @@ def test_push_by_push_it_tells_what_the_definition_tells(
 
 
 def lines_of(stops: tuple[str, ...], text: str) -> int:
-    """Lines of Python that pushing ``text`` by characters takes once StopText is made."""
+    """Return the number of lines of Python that pushing ``text`` by characters executes."""
     stop_text, num_lines = StopText(stops), 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
@@ -122,7 +124,7 @@ def lines_of(stops: tuple[str, ...], text: str) -> int:
 
 
 def test_a_token_costs_the_same_however_much_is_held() -> None:
-    """What begins many long stop strings is held, character by character."""
+    """A text that is a prefix of many long stop strings is held, character by character."""
     few, many = ("a" * 200 + "b",), tuple("a" * 200 + chr(0x100 + i) for i in range(32))
     assert lines_of(many, "a" * 200) <= lines_of(few, "a" * 200) <= 10 * lines_of(few, "a" * 20)
 
@@ -137,7 +139,8 @@ def test_a_token_costs_the_same_however_much_is_held() -> None:
 def test_answers_and_their_resumption_stop_alike(
     words: list[str], stops: list[str], cut: int, sizes: list[int]
 ) -> None:
-    """Real tokens: characters of several tokens, any runs of tokens, any point to resume from."""
+    """Uses real tokens: characters of several tokens, any runs of tokens, any point to resume
+    from."""
     ids = tuple(TOKENIZER.encode("".join(words))[1:])
     whole = AnswerText(TextStream(TOKENIZER), tuple(stops), 0)
     told = [whole.push((token,))[0] for token in ids if not whole.is_stopped]

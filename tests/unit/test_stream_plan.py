@@ -1,4 +1,4 @@
-"""How a client's stream goes on after failures (cluster/client/stream.py)."""
+"""Continuation of a client's stream after failures (cluster/client/stream.py)."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ def token(model: str = "", proof: str = "") -> pb.GenerateResponse:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock that plans read."""
+    """Yield the clock that plans read; tests set its only element."""
     now = [1000.0]
     monkeypatch.setattr(stream, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now

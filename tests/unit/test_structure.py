@@ -1,4 +1,4 @@
-"""docs/structure.md is the reading path: what it names is there, and the spine is named."""
+"""Every path that docs/structure.md names exists, and the page names every file of the spine."""
 
 import ast
 import re
@@ -16,7 +16,7 @@ _NAMED = re.compile(r"[`(]([\w./-]+(?:/|\.(?:py|md|cpp|toml|json)))(?:: [\w, ]+)
 
 
 def paths() -> set[str]:
-    """Every file and, with a slash behind, every folder."""
+    """Return every file and, with a trailing slash, every folder."""
     found = set()
     for folder in FOLDERS:
         inside = [path for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
@@ -26,13 +26,16 @@ def paths() -> set[str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Lines of a table and points of a list are their own."""
+    """Split a page into paragraphs. Rows of a table and items of a list are separate."""
     return re.split(r"\n\n|\n(?=\d+\. |- |\|)", text)
 
 
 def meant(paragraph: str, there: set[str]) -> Iterator[str]:
-    """The paths that it names: whole ones; ends of paths beside or below what was named last; or
-    ends that only one path has. Raises ValueError for anything else."""
+    """Yield the paths that a paragraph names.
+
+    A name is a whole path, or the end of a path next to or below the one named last. It may also be
+    an end that only one path has. Raises ValueError for any other name.
+    """
     near: list[PurePosixPath] = [PurePosixPath("docs")]
     for name in _NAMED.findall(paragraph):
         beside = (f"{folder}/{name}" for folder in reversed(near))
@@ -74,7 +77,8 @@ def test_a_name_is_looked_for_near_the_last_one() -> None:
 
 
 def test_nobody_but_the_table_of_drafters_asks_for_one_by_name() -> None:
-    """No comparison, match or key with a drafter's name: what differs is in the drafter."""
+    """Code does not compare, match or look up a drafter's name. Differences belong in the
+    drafter."""
     kinds = {*CHAIN_DRAFTERS, NONE}
     found = []
     for file in product():

@@ -13,7 +13,8 @@ async def fails(error: BaseException) -> None:
 
 
 async def test_no_task_fails_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    """Ours with a traceback; a failure that has a name goes to whoever awaits it, and is noted."""
+    """Unexpected errors are logged with a traceback. Named failures are raised where the task is
+    awaited, and logged without one."""
     caplog.set_level(logging.INFO)
     tasks = Tasks()
     tasks.start(fails(HandoverError("the peer is gone")))

@@ -1,5 +1,5 @@
-"""Threads that compute for whoever has work (model/kernels/cpu/threads.h): nothing depends on who
-of them comes, or on whether any does."""
+"""Worker threads of the CPU kernels (model/kernels/cpu/threads.h). Results do not depend on which
+threads help, or whether any does."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.kernels import native_only, ours
 
 pytestmark = native_only
 MANY = 2 + 2 * (os.cpu_count() or 1)
-"""Threads, more than this machine has cores: some are always in the middle of what they do."""
+"""More threads than this machine has cores, so that some are always in the middle of their work."""
 SHAPES = [(1, 64, 512), (3, 192, 100), (40, 96, 800), (200, 128, 48)]
 
 
@@ -50,31 +50,31 @@ def test_callers_at_once_get_what_each_gets_alone(threads: None) -> None:
 
 
 def pieces_of_two() -> None:
-    """One each, of which the caller is done with its own first: the other has to wake up. Often,
-    for beside other work it may come too late to take any."""
+    """Split products in two pieces. The caller finishes its piece first, so the other thread has to
+    wake up. Repeats often, because under load that thread may come too late to take any."""
     made = torch.Generator().manual_seed(0)
     packed = ours().pack(torch.randn(128, 4096, generator=made))
     many = [torch.randn(96, 4096, generator=made) for _ in range(24)]
     alone = [ours().linear(x, packed, 128) for x in many]
     ours().use_threads(2)
-    for i in range(12):  # each time where another one's result was
+    for i in range(12):  # writes each result where another one was
         turned = [*many[i:], *many[:i]]
         assert same([ours().linear(x, packed, 128) for x in turned], [*alone[i:], *alone[:i]])
 
 
 def test_a_piece_that_somebody_is_in_the_middle_of_is_waited_for() -> None:
-    """In a process of its own, which the mistake would end."""
+    """Runs in a separate process, which the error would kill."""
     code = f"from {__name__} import pieces_of_two; pieces_of_two()"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
 
 
 def test_nobody_waits_for_threads_that_do_not_come(threads: None) -> None:
-    """As in a fork, which has none but its own."""
+    """A forked child has only the forking thread."""
     before = products(0)
     child = os.fork()
     if child == 0:
-        signal.alarm(120)  # ends a child that waits for ever
+        signal.alarm(120)  # ends a child that waits indefinitely
         os._exit(0 if same(products(0), before) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 

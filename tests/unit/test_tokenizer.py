@@ -42,7 +42,7 @@ def test_pieces_join_to_the_text(text: str, sizes: list[int]) -> None:
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=40), st.booleans())
 def test_any_tokens_stream_like_they_decode(ids: list[int], skips: bool) -> None:
-    """Broken bytes and special tokens included."""
+    """Covers broken bytes and special tokens."""
     pieces = stream(ids, [1] * len(ids), skips=skips)
     assert "".join(pieces) == TOKENIZER.decode(ids, skip_special_tokens=skips)
 
@@ -58,7 +58,8 @@ def published(
 def test_random_tokens_of_published_tokenizers_stream_like_they_decode(
     published: Tokenizer, num: int
 ) -> None:
-    """Half of them end or begin inside a character; some are special or beyond the vocabulary."""
+    """Half of the tokens end or start inside a character; some are special or beyond the
+    vocabulary."""
     seed = secrets.randbits(32)
     print(f"seed {seed}")
     generator = random.Random(seed)
@@ -82,7 +83,7 @@ def test_random_tokens_of_published_tokenizers_stream_like_they_decode(
 def test_characters_of_several_byte_tokens_stream_whole(
     tmp_path: Path, text: str, size: int
 ) -> None:
-    """vllm-project's and others' byte-fallback streams lost or broke them (tokenizers#1141)."""
+    """vLLM's and others' byte-fallback streams lost or broke such characters (tokenizers#1141)."""
     tokenizer = Tokenizer(write_folder(tmp_path, "fallback"))
     ids = tokenizer.encode(text)
     pieces = stream(ids, [size] * len(ids), tokenizer)
@@ -91,7 +92,8 @@ def test_characters_of_several_byte_tokens_stream_whole(
 
 
 def test_bytes_that_are_no_text_are_sent_when_their_run_ends(tmp_path: Path) -> None:
-    """One U+FFFD for each byte of the run, as the library decodes it, complete characters too."""
+    """One U+FFFD is sent for each byte of the run, also for complete characters, as the library
+    decodes it."""
     tokenizer = Tokenizer(write_folder(tmp_path, "fallback"))
     [*head, letter] = tokenizer.encode("你x")
     text = TextStream(tokenizer)
@@ -159,7 +161,7 @@ def test_broken_bytes_are_sent_as_soon_as_no_character_can_come_of_them() -> Non
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_scripts_beside_an_unfinished_character_are_sent_once(size: int) -> None:
-    """sglang#31598: a CJK character beside one that is cut was sent twice."""
+    """Regression test for sglang#31598: a CJK character next to a cut one was sent twice."""
     ids = TOKENIZER.encode("A 世a界😀 b")[1:]
     for end in range(1, len(ids) + 1):
         pieces = stream(ids[:end], [size] * len(ids))
@@ -168,7 +170,8 @@ def test_scripts_beside_an_unfinished_character_are_sent_once(size: int) -> None
 
 @pytest.mark.parametrize("silent", [0, 10**6])
 def test_tokens_without_text_do_not_part_a_character(silent: int) -> None:
-    """Special tokens, and ids of lm_head's padding rows, even amid the bytes of one character."""
+    """Special tokens, and ids of lm_head's padding rows, may come amid the bytes of one
+    character."""
     first, *rest = TOKENIZER.encode("😀")[1:]
     assert len(rest) == 3
     text = TextStream(TOKENIZER)

@@ -1,5 +1,5 @@
-"""Trees against transformers' own forward with a 4-d mask: what each node sees, where it stands,
-and what is left once the accepted path has been moved."""
+"""Draft trees compared with transformers' forward with a 4-d mask. Covers the nodes that each node
+sees, positions, and the cache after the accepted path was moved."""
 
 import random
 from dataclasses import replace
@@ -37,7 +37,7 @@ def shape(draw: random.Random) -> Parents:
 
 @torch.no_grad()
 def by_transformers(folder: Path, ids: list[int], tokens: list[int], parents: Parents) -> Tensor:
-    """Logits [Q, V] of the last known token and all nodes."""
+    """Return the logits [Q, V] of the last known token and all nodes."""
     num_before, paths = len(ids) - 1, [path_to(parents, n) for n in range(len(parents) + 1)]
     mask = torch.full((len(ids) + len(tokens),) * 2, NONE).triu(1)
     mask[num_before:, num_before:] = NONE

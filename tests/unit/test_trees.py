@@ -1,5 +1,5 @@
-"""Drafts as trees: what a node sees, which path is taken, and that answers and caches are those of
-decoding without drafts, to the last bit with native kernels."""
+"""Draft trees: the nodes that a node sees, and the path that is accepted. Answers and caches equal
+those of decoding without drafts, bit for bit with native kernels."""
 
 import random
 from collections.abc import Sequence
@@ -75,7 +75,8 @@ def test_who_lies_behind_whom(parents: Parents) -> None:
 def run(
     loaded: LoadedModel, ids: list[int], num: int, num_drafts: int = 3
 ) -> tuple[list[int], list[int], list[Tensor]]:
-    """The answer, how many tokens each step gave, and the main caches of what is known."""
+    """Return the answer, the number of tokens of each step, and the main cache entries of known
+    tokens."""
     bench = Bench(loaded, num_drafts=num_drafts, page_size=4)
     first, _ = bench.start(greedy("r", ids, num, ignore_eos=True))
     told, emitted, pages = [first], [], []
@@ -105,7 +106,8 @@ SOME = random.Random(2).sample(shapes(5), 6) + random_shapes(3, 20)
     ],
 )
 def test_every_path_of_a_tree(loaded: LoadedModel, parents: Parents, runs_on_host: bool) -> None:
-    """Each end in turns: so many tokens, the same ones, and the same bits in the caches."""
+    """Each end in turn is accepted. The number of tokens, the tokens and the bits in the caches are
+    right."""
     ids, ends = prompt(10, seed=4), list(range(len(parents) + 1))
     expected, _, plain = run(loaded, ids, 40, num_drafts=0)
     drafter = ScriptedTree(expected, len(ids), parents, ends, fed=runs_on_host)
@@ -117,7 +119,7 @@ def test_every_path_of_a_tree(loaded: LoadedModel, parents: Parents, runs_on_hos
 
 
 def everything(prompts: Sequence[list[int]] | None = None) -> list[Request]:
-    """Strict rows that ask for all that there is."""
+    """Return strict requests that together use all sampling options."""
     prompts = prompts or [list(range(5 + i, 25)) for i in range(6)]
     asked = [greedy(f"r{i}", ids, 50, ignore_eos=True) for i, ids in enumerate(prompts)]
     hot = replace(asked[0].sampling, temperature=0.8, top_p=0.9, seed=5)
@@ -156,7 +158,7 @@ def answers(loaded: LoadedModel, asked: list[Request], **more: object) -> tuple[
 def test_strict_answers_are_those_without_drafts_whatever_rows_ask_for(
     loaded: LoadedModel, overlap: bool, runs_on_host: bool
 ) -> None:
-    """Tokens and log probabilities, to the last bit."""
+    """Tokens and log probabilities are equal, bit for bit."""
     expected, _ = answers(loaded, everything(), num_drafts=0)
     told, bench = answers(hidden_chain(loaded, fed=runs_on_host), everything(), overlap=overlap)
     assert told == expected
@@ -169,7 +171,7 @@ def test_strict_answers_are_those_without_drafts_whatever_rows_ask_for(
 
 
 def test_a_small_pool_and_the_end_of_the_model(loaded: LoadedModel) -> None:
-    """Rows are preempted, and trees reach beyond the last page: the tokens are the same."""
+    """Rows are preempted, and trees reach beyond the last page. The tokens are the same."""
     asked = everything()
     expected, _ = answers(loaded, asked, num_drafts=0)
     ends, _ = answers(replace(loaded, max_model_len=40), [asked[0]], num_drafts=0)
@@ -178,7 +180,8 @@ def test_a_small_pool_and_the_end_of_the_model(loaded: LoadedModel) -> None:
 
 
 def test_relaxed_rows_take_the_deepest_path(loaded: LoadedModel) -> None:
-    """While thinking; with a width of everything the longest branch of any tokens passes."""
+    """While thinking, a top n of the whole vocabulary accepts the longest branch, whatever its
+    tokens."""
     thinking = replace(loaded, think_ids=(3, 4))
     ids = [3, *range(5, 20)]
     parents = (0, 0, 2, 1, 3)
@@ -196,7 +199,8 @@ def test_relaxed_rows_take_the_deepest_path(loaded: LoadedModel) -> None:
 
 
 def test_a_node_thinks_as_its_path_says() -> None:
-    """Over random trees and texts: the phase before each draft is that of its path as a chain."""
+    """Over random trees and texts, the phase before each draft equals that of its path as a
+    chain."""
     draw = random.Random(5)
     for parents in random_shapes(30, 16):
         tokens = [draw.choice((1, 6, 7)) for _ in parents]
@@ -212,7 +216,7 @@ def test_a_node_thinks_as_its_path_says() -> None:
 
 
 def test_rows_of_all_kinds_share_a_tree(loaded: LoadedModel) -> None:
-    """The strict ones change no token."""
+    """The strict rows keep their tokens."""
     asked, kinds = everything(), (RELAXED, RELAXED_LOG_PROBS, REJECTION)
     expected, _ = answers(loaded, asked, num_drafts=0)
     for i, kind in zip((0, 4, 3), kinds, strict=True):
@@ -260,7 +264,7 @@ def test_levels_that_requests_may_use() -> None:
 
 
 def test_paths() -> None:
-    """Of random trees and tokens: the verdict is what walking down from the root finds."""
+    """On random trees and tokens, the result equals a walk down from the root."""
     draw = random.Random(8)
     for parents in random_shapes(30, 12):
         tokens = [draw.randrange(3) for _ in parents]
@@ -277,7 +281,8 @@ def test_paths() -> None:
 
 
 def verdict_of(parents: Parents, tokens: list[int], targets: list[int]) -> list[int]:
-    """What a strict row emits; targets of twins differ here, as they cannot in a model."""
+    """Return the tokens that a strict row emits. Siblings with the same token may have different
+    targets here, unlike in a model."""
     level = level_of(parents)
     limit_B = torch.tensor([99])
     nothing = torch.zeros(1, len(targets), 3)

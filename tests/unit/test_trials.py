@@ -1,4 +1,5 @@
-"""What an answer has been through (cluster/gateway/recovery.py), by what steps killed."""
+"""The failure history of an answer (cluster/gateway/recovery.py), by the steps that killed
+ranks."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from tandem.core.membership import InFlightBatch
 
 
 def trials_after(*steps: InFlightBatch, has_failed: bool = False) -> AttemptHistory:
-    """Its attempts were in all of these."""
+    """Return the history of an answer whose attempts were in all of these steps."""
     fleet: Any = SimpleNamespace(fatal_steps=deque(steps), is_cause_known=lambda rank: True)
     lost = {identity for step in steps for identity in step.identities[:1]}
     return AttemptHistory(fleet, has_failed=has_failed, lost_attempts=lost)
@@ -24,14 +25,14 @@ def step(number: int, *others: str, is_isolated: bool = False) -> InFlightBatch:
 
 
 def test_alone_in_one_step_that_killed_a_rank_is_not_poison_yet() -> None:
-    """It was alone because it was suspected of a death that nobody explained (seed 10,167 of the
+    """The answer ran alone because it was suspected of an unexplained death (seed 10,167 of the
     simulation)."""
     assert trials_after(step(1, is_isolated=True)).is_suspect()
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_alone_in_the_second_is_poison(has_failed: bool) -> None:
-    """Whether the first killed its rank or only failed."""
+    """The first step either killed its rank or only failed."""
     first = [] if has_failed else [step(1, "another")]
     with pytest.raises(PoisonRequest, match="alone"):
         trials_after(*first, step(2, is_isolated=True), has_failed=has_failed).is_suspect()

@@ -1,4 +1,5 @@
-"""Runs that train drafters: they go on where they were, and what they save is what drafts."""
+"""Training runs of drafters resume where they stopped, and the saved weights are those that
+draft."""
 
 import argparse
 import json
@@ -29,7 +30,7 @@ def arguments(state: Path, **more: object) -> argparse.Namespace:
 
 
 def run(state: Path, **more: object) -> TrainingRun:
-    """A small matrix that is to become the identity."""
+    """Return a run that trains a small matrix towards the identity."""
     torch.manual_seed(0)
     trained = nn.Linear(8, 8)
     stream = torch.arange(9000) % 8
@@ -45,7 +46,7 @@ def run(state: Path, **more: object) -> TrainingRun:
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the same weights as one that was not interrupted."""
+    """The resumed run reaches the same weights as one that was not interrupted."""
     monkeypatch.setattr(tuning, "SAVE_EVERY", 2)
     whole = run(tmp_path / "whole").run()
     first = run(tmp_path / "parts")

@@ -1,4 +1,5 @@
-"""Begun answers go first, and no fresh request waits for more of them than the rule says."""
+"""Turns of waiting requests: resumed answers go first, and a new request waits for a bounded number
+of them."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ def test_each_kind_is_served_in_order_and_neither_starves(events: list[str]) -> 
     queue = TurnQueue[str]()
     waiting: dict[str, list[Identity]] = {"begun": [], "fresh": []}
     turns_that_passed = {"begun": 0, "fresh": 0}
-    """Of the other kind, since the first of this kind last had its turn."""
+    """Turns of the other kind, since the first request of this kind last had its turn."""
     for event in [*events, *["turn"] * len(events)]:
         if event in ARRIVALS:
             identity = Identity(event)

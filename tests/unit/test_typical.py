@@ -1,4 +1,4 @@
-"""Typical acceptance against its formula, in plain Python, over chains and trees."""
+"""Typical acceptance compared with its formula in plain Python, over chains and trees."""
 
 import math
 import random
@@ -31,7 +31,8 @@ def is_typical(p: list[float], token: int, epsilon: float, alpha: float) -> bool
 def best_path(
     parents: Parents, passes: list[bool], log_p: list[float], limit: int
 ) -> tuple[int, ...]:
-    """The longest path all of whose drafts pass, then the likeliest, then the first of twins."""
+    """Return the longest path whose drafts all pass. The most likely one wins ties, then the
+    first."""
     whole = [(0, 0.0, ())]
     for node in range(1, len(parents) + 1):
         path = path_to(parents, node)
@@ -87,7 +88,7 @@ def test_the_threshold_follows_how_open_the_choice_is() -> None:
 
 
 def test_what_the_filters_leave_out_does_not_pass() -> None:
-    """Whatever its probability before them."""
+    """The token's probability before the filters does not matter."""
     rows = sampling_rows(SamplingParams(1.0, top_k=1), torch.tensor([1]))
     known = verify_input(
         torch.tensor([[1]]),

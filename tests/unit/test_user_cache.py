@@ -1,4 +1,4 @@
-"""Where files that can be made again are kept, also for a user id that has no home."""
+"""Location of files that can be made again, also for a user id that has no home."""
 
 import multiprocessing
 import os
@@ -91,7 +91,7 @@ def test_a_home_is_used_where_there_is_one(tmp_path: Path, monkeypatch: pytest.M
 
 @needs_root
 def test_a_cache_in_a_home_that_is_read_only_is_used(temporary: Path) -> None:
-    """As in the pods of deploy/."""
+    """Pods of deploy/ have such a home."""
     home = temporary / "home"
     (home / ".cache").mkdir(parents=True)
     (home / ".cache").chmod(0o777)

@@ -1,4 +1,4 @@
-"""A drafter of one's own: a few lines of Python, and whatever it does wrong costs drafts alone."""
+"""User-defined drafters: a few lines of Python are enough, and their errors cost only drafts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +55,7 @@ def accepted(bench: Bench) -> int:
 def test_answers_are_those_without_drafts(
     asked: list[Request], expected: list, overlap: bool, name: str, num_nodes: int | None
 ) -> None:
-    """Chains and trees, by the path of the class."""
+    """Covers chains and trees. The option names the class by its path."""
     drafter = f"speculation.drafter=tests.user_drafters:{name}"
     trees = f"speculation.max_tree_nodes={num_nodes or 'null'}"
     loaded = load(TINY_MODEL, drafter, trees, "speculation.drafter_timeout_s=60")
@@ -73,7 +73,7 @@ def test_its_text_is_its_own(plain: LoadedModel, asked: list[Request], expected:
 def test_lies_cost_the_drafts_of_their_rows(
     plain: LoadedModel, asked: list[Request], expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of no other, though it is asked again and again."""
+    """Other rows keep their drafts, although the drafter keeps being called."""
     monkeypatch.setattr("tandem.model.drafters.user.MAX_FAILURES_IN_ROW", 10**6)
     hostile = user_drafters.Hostile()
     loaded = with_user(plain, hostile)
@@ -87,7 +87,7 @@ def test_lies_cost_the_drafts_of_their_rows(
 def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
     plain: LoadedModel, asked: list[Request], expected: list
 ) -> None:
-    """Nor is it called while it hangs, and what it says late is not heard."""
+    """The drafter is not called while it hangs, and its late result is ignored."""
     theirs = user_drafters.Hangs()
     # time: the bound is what is tested
     loaded = with_user(plain, theirs, timeout_s=0.01)

@@ -1,4 +1,4 @@
-"""Several MTP modules against transformers' own: the drafts of every step, on checkpoints that
+"""Several MTP modules compared with transformers: the drafts of every step, on checkpoints that
 draft badly and well."""
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from tests.unit.test_drafts import Spy, fresh_rows, prompt
 
 NUM_TOKENS = 24
 Round = tuple[int, list[int]]
-"""How long a text was, and what was drafted behind it."""
+"""Length of a text, and the drafts that follow it."""
 
 
 @pytest.fixture(
@@ -35,7 +35,7 @@ Round = tuple[int, list[int]]
     params=[(2, False), pytest.param((3, False), marks=pytest.mark.slow), (2, True), (3, True)],
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random, where hardly a draft is right, or one that drafts well."""
+    """Write a random checkpoint, of which hardly any draft is right, or one that drafts well."""
     num, drafts_well = request.param
     folder = tmp_path_factory.mktemp(f"modules{num}")
     if drafts_well:
@@ -47,7 +47,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @contextmanager
 def heard() -> Iterator[list[Round]]:
-    """What transformers drafts meanwhile."""
+    """Record the drafts that transformers makes during the block."""
     rounds: list[Round] = []
     theirs = MTPCandidateGenerator.get_candidates
 
@@ -64,7 +64,8 @@ def heard() -> Iterator[list[Round]]:
 
 @lru_cache
 def theirs(folder: Path, ids: tuple[int, ...]) -> tuple[list[int], list[Round]]:
-    """Whose prompts have a token for each module, or it fails."""
+    """Return the tokens and drafts of transformers, which fails for prompts with fewer tokens than
+    modules."""
     disable_progress_bar()
     with heard() as rounds, torch.no_grad():
         output = tiny.reference(folder).generate(
@@ -92,7 +93,7 @@ def ours(bench: Bench, spy: Spy, ids: tuple[int, ...]) -> tuple[list[int], list[
 @pytest.mark.parametrize("num_answers", [4, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("max_batch_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 2048])
 def test_drafts_of_every_step(checkpoint: Path, max_batch_tokens: int, num_answers: int) -> None:
-    """After a hand-over, by chunks of every kind."""
+    """The prompt is handed over after prefill in chunks of different sizes."""
     loaded = load(checkpoint)
     assert isinstance(loaded.drafter, VanillaDrafter)
     num = loaded.config.num_nextn_predict_layers
@@ -112,8 +113,8 @@ def test_drafts_of_every_step(checkpoint: Path, max_batch_tokens: int, num_answe
 
 
 def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> list[int]:
-    """Whole history, no cache kept: each module over the output of the one before, the last one
-    over its own."""
+    """Draft from the whole history without a cache. Each module runs over the output of the one
+    before, the last one over its own."""
     drafter, num_rows = loaded.drafter, len(tokens) - 1
     assert isinstance(drafter, VanillaDrafter)
     layers = [MtpDrafter(loaded.network, layer) for layer in drafter._layers]
@@ -133,7 +134,7 @@ def from_scratch(loaded: LoadedModel, tokens: list[int], num_drafts: int) -> lis
 
 @pytest.mark.parametrize("num_drafts", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_drafts_equal_those_from_scratch(checkpoint: Path, num_drafts: int) -> None:
-    """Of any number of modules, for prompts shorter than these too."""
+    """Covers any number of modules, also for prompts with fewer tokens than modules."""
     loaded = load(checkpoint, f"speculation.max_depth={num_drafts}")
     spy = Spy(loaded.drafter)
     bench = Bench(replace(loaded, drafter=spy), num_drafts=num_drafts)
@@ -147,8 +148,8 @@ def test_drafts_equal_those_from_scratch(checkpoint: Path, num_drafts: int) -> N
 
 
 def entries(loaded: LoadedModel, max_batch_tokens: int, ids: list[int]) -> list[torch.Tensor]:
-    """Of each module what prefill writes of a prompt and of what may follow it, when no pages of a
-    prompt before it can be used again."""
+    """Return the entries of each module that prefill writes for a prompt and the places after it.
+    No pages of an earlier prompt are reused."""
     bench = Bench(loaded, max_batch_tokens=max_batch_tokens)
     bench.prefill.scheduler.admit(Identity("p"), greedy("p", ids, 1))
     [sequence] = bench.prefill.scheduler.sequences.values()
@@ -164,7 +165,7 @@ def entries(loaded: LoadedModel, max_batch_tokens: int, ids: list[int]) -> list[
 def test_prefill_writes_what_follows_from_known_tokens(
     checkpoint: Path, max_batch_tokens: int, num: int
 ) -> None:
-    """And nothing of others: those of drafts lie behind. Native kernels give the same bits in any
+    """Entries that depend on drafts are not written. Native kernels give the same bits in any
     chunk."""
     loaded = load(checkpoint, "model.kernels=native")
     ids = prompt(num, seed=5)
@@ -183,7 +184,8 @@ def test_prefill_writes_what_follows_from_known_tokens(
 
 
 def test_what_prefill_wrote_is_never_written_again(checkpoint: Path) -> None:
-    """By the first step neither: others may share the page. With features and without."""
+    """The first decode step does not write these entries either, because the page may be shared.
+    Covers hand-over with and without hidden states."""
     loaded = load(checkpoint)
     num_modules = loaded.config.num_nextn_predict_layers
     for handover_hidden in (True, False):
@@ -200,7 +202,7 @@ def test_what_prefill_wrote_is_never_written_again(checkpoint: Path) -> None:
 
 
 def test_placement_counts_all_modules() -> None:
-    """Whatever is loaded of them: who balances a gang need not know."""
+    """All modules count, however many are loaded, so that balancing does not depend on it."""
     config = ModelConfig.from_dict(tiny.BASE | {"num_nextn_predict_layers": 3})
     num_main = tiny.BASE["num_hidden_layers"] - tiny.BASE["first_k_dense_replace"]
     assert config.num_moe_layers == num_main + 3

@@ -1,4 +1,4 @@
-"""benchmarks/versus: what is computed from figures; engines are not run here."""
+"""benchmarks/versus: figures computed from recorded events; no engine runs here."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +42,10 @@ def result(arm: str, tpot: float | None, n: int = 0, length: float | None = None
 
 
 def test_steady_decode_begins_when_all_have_begun_and_ends_when_a_quarter_has_ended() -> None:
-    events = [Event(float(i), i, [7]) for i in range(4)]  # the last first token at 3 s
+    events = [Event(float(i), i, [7]) for i in range(4)]  # the last first token comes at 3 s
     events += [Event(2.5, 0, [8] * 50)]  # not in the steady part
     events += [Event(3.0 + 0.5 * k, i, [9, 9]) for k in range(1, 5) for i in range(3)]
-    events += [Event(3.0 + 0.5 * k, 3, [9, 9]) for k in range(1, 41)]  # goes on alone
+    events += [Event(3.0 + 0.5 * k, 3, [9, 9]) for k in range(1, 41)]  # continues alone
     found = measure(events, [0.0] * 4)
     assert found.tpot_ms == pytest.approx(250)
     assert found.ttft_ms == pytest.approx(1500) and found.prefill_ms == pytest.approx(3000)

@@ -1,4 +1,4 @@
-"""The loader: every way a checkpoint may be laid out, and every way it may be broken."""
+"""The loader: every layout that a checkpoint may have, and every way in which one may be broken."""
 
 import json
 import weakref
@@ -46,21 +46,21 @@ def network(folder: Path, dtype: torch.dtype = torch.float32) -> DeepseekV3:
 
 
 def mtp_layer(folder: Path) -> MtpLayer:
-    """Of the drafter that the factory makes."""
+    """Return the MTP layer of the drafter that the factory creates."""
     drafter = load(folder, "speculation.drafter=mtp").drafter
     assert isinstance(drafter, MtpDrafter)
     return drafter._layer
 
 
 def parameters(folder: Path) -> dict[str, Tensor]:
-    """Of network and MTP layer, by their names in the checkpoint."""
+    """Return the parameters of the network and the MTP layer, by their names in the checkpoint."""
     own = {f"model.layers.3.{n}": p for n, p in mtp_layer(folder).named_parameters()}
     return dict(network(folder).named_parameters()) | own
 
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights stay as they were read."""
+    """Keep weights as they were read."""
     monkeypatch.setattr("tandem.model.loaded.process_weights_after_loading", lambda *_: None)
     monkeypatch.setattr(MtpDrafter, "process_weights_after_loading", lambda *_: None)
 
@@ -107,7 +107,7 @@ def test_bf16_keeps_the_routing_bias_in_fp32(folder: Path) -> None:
 
 
 def quantised(folder: Path) -> dict[str, Tensor]:
-    """The folder's checkpoint with matrices of FP8 where DeepSeek-V3 has them."""
+    """Return the folder's checkpoint with FP8 matrices where DeepSeek-V3 has them."""
     stored = {}
     for name, tensor in tensors(folder).items():
         if "proj.weight" in name or "proj_with_mqa.weight" in name:
@@ -120,8 +120,8 @@ def quantised(folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("q_lora_rank", [20, 128])
 def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_rank: int) -> None:
-    """Values and scales as they are in the file, gate rows first. What is absorbed, or joined to
-    another that does not end with a block, is dequantised."""
+    """Values and scales are those of the file, gate rows first. A matrix is dequantised if it is
+    absorbed, or joined to one that does not end at a block boundary."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     told = {"quantization_config": fp8, "moe_intermediate_size": 136, "q_lora_rank": q_lora_rank}
     config = tiny.write_tiny(tmp_path, seed=5, **told)
@@ -170,7 +170,7 @@ def test_matrices_stay_in_blocks_where_kernels_read_them(tmp_path: Path, q_lora_
 
 
 def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: Path) -> None:
-    """Of a checkpoint that leaves some of them as they were."""
+    """The checkpoint quantises only some of these matrices."""
     fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8, q_lora_rank=128)
     plain, stored = tensors(tmp_path), quantised(tmp_path)
@@ -201,7 +201,7 @@ def test_matrices_that_are_read_together_are_blocks_together_or_none(tmp_path: P
 
 @pytest.mark.usefixtures("unpacked")
 def test_fp8_blocks_with_scales_in_another_shard(tmp_path: Path) -> None:
-    """Ragged edges too: nothing here is a multiple of the block."""
+    """Edges are ragged, too: no size here is a multiple of the block."""
     fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 16]}
     tiny.write_tiny(tmp_path, seed=5, quantization_config=fp8 | {"activation_scheme": "dynamic"})
     weights, scales, expected = {}, {}, {}
@@ -270,7 +270,7 @@ def test_the_drafter_has_the_weights_of_its_layer(folder: Path) -> None:
 def test_without_a_drafter_its_weights_are_not_read(
     folder: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken ones are in nobody's way, and are named where they are wanted."""
+    """Broken weights do no harm while they are unused, and are named when they are needed."""
     stored = tensors(folder)
     name = "model.layers.3.hnorm.weight"
     if broken == "shape":
@@ -388,7 +388,7 @@ def test_truncated_and_missing_files(folder: Path) -> None:
 def test_one_tensor_is_in_memory_beside_the_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a tensor is read, those read before it are gone."""
+    """When a tensor is read, the tensors read before have been freed."""
     read, alive = CheckpointFiles.read, []
 
     def watched(self: CheckpointFiles, name: str) -> Tensor:
@@ -419,7 +419,7 @@ def expert_tensors(loaded: LoadedModel) -> dict[str, Tensor]:
 def test_a_rank_of_a_gang_holds_its_own_experts_and_reads_no_others(
     folder: Path, num_redundant: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of four ranks each holds a quarter of the routed experts, in the MTP layer too."""
+    """Each of four ranks holds a quarter of the routed experts, also in the MTP layer."""
     names: list[str] = []
     read = CheckpointFiles.read
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Each folder says only the words that it may say: docs/words.md."""
+"""Names in each folder use only the words that docs/words.md allows there."""
 
 import ast
 import re
@@ -15,12 +15,11 @@ KNOWN = {
     *(("mtp", folder, "has_mtp") for folder in ("cluster", "core", "runtime")),
     ("step", "kv_transfer", "step"),
 }
-"""(word, folder, name) of those that say one too many. None may be added; one that is gone is
-struck."""
+"""Known violations as (word, folder, name). None may be added, and one that is gone is removed."""
 
 
 def rules() -> dict[str, tuple[str, ...]]:
-    """The folders that may not say each word."""
+    """Return the folders that may not use each word."""
     found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -31,7 +30,7 @@ def rules() -> dict[str, tuple[str, ...]]:
 
 
 def names(tree: ast.AST) -> Iterator[str]:
-    """What the code calls things; ```slots`` of a dataclass is Python's word."""
+    """Yield the names in the code, except ``slots`` of a dataclass, which is Python's."""
     for node in ast.walk(tree):
         match node:
             case ast.Name(id="__slots__"):
@@ -48,13 +47,13 @@ def names(tree: ast.AST) -> Iterator[str]:
 
 @cache
 def words(name: str) -> set[str]:
-    """Its parts, in lower case, also without the s of a plural."""
+    """Return the parts of a name in lower case, also without the s of a plural."""
     parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", name)}
     return parts | {part.removesuffix("s") for part in parts}
 
 
 def said() -> set[tuple[str, str, str]]:
-    """As KNOWN, in all of the product."""
+    """Return the violations in the product, in the form of KNOWN."""
     may_not = rules()
     found = set()
     for file in product():
