@@ -58,7 +58,7 @@ class Answered:
 
 
 async def ask(cluster: Rig, request: Request) -> Answered:
-    """Return the answer to a request for one."""
+    """Return the only answer to a request with n = 1."""
     [answer] = await ask_all(cluster, request)
     return answer
 

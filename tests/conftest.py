@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# Otherwise Ray would start a cluster inside the test process if no driver has joined one.
+# If this were not set, Ray would start a cluster inside a test process that has not joined one.
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

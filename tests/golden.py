@@ -118,7 +118,7 @@ def keyed(plan: StepPlan | None) -> str:
 
 
 def cost_s(key: StepKey) -> float:
-    """Return the scripted cost of a step: little up to 12 tokens, much for each token more."""
+    """Return the scripted cost of a step, which rises faster beyond 12 tokens."""
     num_tokens = key.num_rows * (key.shape_index + 1)
     return 1e-3 * (1.0 + 0.02 * num_tokens + 0.05 * max(0, num_tokens - 12) + 0.03 * key.catch_up)
 

@@ -1,8 +1,8 @@
 """Speed up Triton's interpreter by preparing ``triton.language`` once for each launch.
 
 The interpreter of Triton 3.6 and 3.7 prepares it in every call of a function of a kernel. It also
-builds a table of numpy types whenever it reads one. Both take half of the time of our kernels'
-tests and change no result.
+builds a table of numpy types whenever it reads one. Together these take half of the time of our
+kernels' tests and have no other effect.
 """
 
 from collections.abc import Callable

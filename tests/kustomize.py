@@ -18,7 +18,7 @@ from tandem.core.config_source import _StrictLoader, read_yaml
 
 Manifest = dict[str, Any]
 GENERATED = "generated"
-"""Mark, during the build, on manifests whose name ends with a hash of their content."""
+"""Key that marks a manifest during the build: its name gets a hash of its content as a suffix."""
 SAFE_DIGITS = str.maketrans("013ae", "ghkmt")
 FIELDS = {
     "kustomization": {

@@ -113,7 +113,8 @@ def test_a_holder_that_was_killed_is_succeeded(folder: Path) -> None:
 
 
 def test_a_library_that_was_cut_short_or_touched_is_built_again(folder: Path) -> None:
-    """A truncated library would kill every process that loads it with SIGBUS."""
+    """A library that was truncated or modified is built again. A truncated one would kill every
+    process that loads it with SIGBUS."""
     (folder / "end").touch()
     library = build.build_library()
     digest = library.with_suffix(build.DIGEST_SUFFIX)

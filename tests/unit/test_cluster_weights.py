@@ -247,7 +247,8 @@ async def test_a_cluster_whose_ranks_have_all_ended_has_the_new_weights() -> Non
 
 
 async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_and_waits() -> None:
-    """Both ranks start to load before the controller knows the weights of the cluster."""
+    """Two ranks load different weights before the controller knows the weights of the cluster. One
+    of them is replaced and waits."""
     async with cluster() as made:
         for rank in made.machines.ranks.values():
             rank.kill()
@@ -268,7 +269,8 @@ async def test_of_two_ranks_that_start_with_different_weights_one_is_replaced_an
 
 
 async def test_adopted_ranks_define_the_weights_of_the_cluster() -> None:
-    """A restarted controller knows the weights before it polls or starts a rank."""
+    """A restarted controller reads the weights of adopted ranks before it polls or starts a
+    rank."""
     async with cluster() as made:
         rank, supervisor = made.machines.ranks["prefill-0", 0], made.supervisors["prefill-0"]
         state, weights = await rank.get_state(0, 0, None), ClusterWeights()

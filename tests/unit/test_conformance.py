@@ -118,7 +118,7 @@ def check_level(models: Models, name: str, dtype: str, level: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_hundred_held_out_prompts(models: Models, name: str, dtype: str) -> None:
-    """Test every level."""
+    """Check the answers to a hundred held-out prompts at every level."""
     loaded = models.of(name, dtype)
     asked = mixed(texts(100, most=256, seed=11), 48)
     batches = [asked[at : at + 8] for at in range(0, len(asked), 8)]
@@ -183,7 +183,8 @@ def test_few_pages_and_old_entries(models: Models, name: str) -> None:
 
 @most_drafters
 def test_the_end_of_the_model(models: Models, name: str) -> None:
-    """Drafts would reach beyond the last position of the model."""
+    """Answers are right at the end of the context, where drafts would reach beyond the last
+    position."""
     loaded = replace(models.of(name), max_model_len=MODEL_LEN)
     long, expected = models.to_the_end
     assert told(bench_of(loaded, name, page_size=4), long) == expected
@@ -193,7 +194,8 @@ def test_the_end_of_the_model(models: Models, name: str) -> None:
 
 @most_drafters
 def test_an_answer_goes_on_elsewhere(models: Models, name: str) -> None:
-    """Resume after the ninth token, in another page pool and other batches."""
+    """Answers that resume after the ninth token, in another page pool and other batches, are the
+    same."""
     loaded, whole = models.of(name), models.plain()
     resumed = [
         replace(one, output_ids=(*tokens[:9],))

@@ -273,7 +273,8 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
 
 
 def test_one_grant_in_so_many_is_for_a_request_that_has_not_begun() -> None:
-    """A new request does not lose its turn while there are too few pages for it."""
+    """One grant in NEW_REQUEST_SHARE goes to a new request. Its turn is not lost while there are
+    too few pages for it."""
     scheduler = Scheduler(PagePool(20, PAGE_SIZE), 2, chain_shapes(MAX_DRAFTS), 200, ())
     fresh, held = Identity("fresh"), Identity("held")
     scheduler.enqueue(held, RequestSize(20, 0, 4))

@@ -189,8 +189,8 @@ def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def others_reach_what_is_told(it: Deployed) -> None:
-    """Check that only the gateway's gRPC port is open to other pods of the namespace, and that
-    every port named by a policy exists."""
+    """Check that only the gateway's gRPC port is open to all sources, and that every port named by
+    a policy exists."""
     pods = [*zip(it.pods, it.labels(), strict=True)]
     within, clients, monitoring = it.policies
     own = within["spec"]["podSelector"]

@@ -96,7 +96,8 @@ def test_it_is_of_what_files_hold_and_not_of_their_names_or_order(
 def test_any_byte_of_a_small_tensor_changes_it(
     tmp_path_factory: pytest.TempPathFactory, config: ModelConfig, data: st.DataObject
 ) -> None:
-    """Also covers the middle page of a large tensor."""
+    """Any changed byte of a small tensor, or of the middle page of a large one, changes the
+    digest."""
     folder = write(tmp_path_factory.mktemp("byte") / "one", split(tensors()))
     before = digest(folder, config)
     name = data.draw(st.sampled_from((SMALL_TENSOR, LARGE_TENSOR)))

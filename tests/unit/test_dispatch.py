@@ -186,7 +186,7 @@ def test_neither_ranks_nor_replicas_change_the_order_of_a_sum(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_are_told_which_share_of_pairs_to_expect(way: str) -> None:
-    """Kernels choose their tiles by this share."""
+    """Experts receive the expected share of local pairs, by which kernels choose their tiles."""
     ASKED.clear()
     dispatched(way, plain(4), [tokens(64, seed) for seed in range(4)], Scaling)
     assert len(ASKED) >= 4

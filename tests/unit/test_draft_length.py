@@ -135,8 +135,8 @@ class Long(Server):
 
 
 def test_long_contexts_have_a_length_of_their_own() -> None:
-    """Drafts pay if reading the context dominates. Once both lengths were measured, the first step
-    after a change uses the best length."""
+    """Drafts pay if reading the context dominates. Once both context lengths were measured, the
+    first step after a change uses the best number of drafts."""
     server, lengths = Long(local_planner(may_profile=True), 0.5, base=0.05, slope=1.0), {}
     server.idle()
     for num_context in (10, 2000, 10, 2000, 3000, 10):
@@ -215,7 +215,8 @@ def test_other_work_during_a_look_does_not_choose_the_length(a: float, slope: fl
 
 
 def test_what_steps_cost_is_measured_while_nobody_has_work() -> None:
-    """The right number of drafts is planned from the first step on."""
+    """Step times are profiled while the rank is idle. The right number of drafts is then planned
+    from the first step on."""
     server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.2)
     keys = server.idle()
     assert {(key.num_rows, key.shape_index) for key in keys} == {
@@ -260,7 +261,7 @@ def test_levels_that_lose_whatever_is_accepted_are_not_timed(cost: float, timed:
 
 
 def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:
-    """Other work ran while steps with drafts were timed, so drafts seem to lose even if all are
+    """Disturbed profile times are corrected later. They made drafts seem to lose even if all were
     accepted."""
     server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.03)
     true_cost = server.cost
@@ -273,7 +274,7 @@ def test_times_that_were_a_moments_are_not_believed_for_ever() -> None:
 
 
 def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
-    """On a shared core, the best shape may be measured as a hundred times too slow."""
+    """A shape that was measured a hundred times too slow, as on a shared core, is probed again."""
     server = Server(local_planner(may_profile=True), 0.9, 1.0, 0.001)
     server.idle()
     decide = server.planner._decide
@@ -285,8 +286,8 @@ def test_what_takes_long_beyond_measure_is_looked_at_again() -> None:
 
 
 def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
-    """Otherwise each shape would seem to lose even if all its drafts were accepted. Then it would
-    be probed only once in thousands of steps."""
+    """A single probe that other work disturbed is not trusted. Otherwise each shape would seem
+    useless, and be probed only once in thousands of steps."""
     server = Server(local_planner(may_profile=True), 0.0, 1.0, 0.05)
     server.idle()
     quiet = server.step_s
@@ -300,8 +301,8 @@ def test_a_look_that_other_work_hit_is_not_believed_alone() -> None:
 
 
 def test_what_was_measured_while_idle_is_no_look() -> None:
-    """The last profile step precedes cheaper steps, because contexts are short at first. Taken as a
-    probe, it would make the shape look slower."""
+    """The last profile step does not count as a probe. It precedes cheaper steps, because contexts
+    are short at first."""
     costs, cost_s = StepCostModel.unprofiled(chain_shapes(3)), (1.0, 1.2, 1.5, 2.4)
 
     def run(draft_shape: int, factor: float) -> None:
@@ -351,7 +352,7 @@ def test_trials_leave_no_trace(tmp_path: Path, overlap: bool) -> None:
 def test_a_trial_that_fails_ends_the_measuring_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such an error is running out of memory."""
+    """A profile step that fails, for example for lack of memory, ends only the profiling."""
     tiny.write_tiny(tmp_path, seed=11)
     loaded = load(tmp_path)
     bench = Bench(loaded, draft_length="adaptive", measures=True)
@@ -385,8 +386,8 @@ def test_acceptance_that_rises_is_noticed_at_length_zero() -> None:
 
 
 def test_what_is_blind_looks_soon_again() -> None:
-    """Acceptance may change in many rows at once, which only probes detect while nothing is
-    drafted."""
+    """While nothing is drafted, only probes can detect that acceptance has changed in many rows.
+    They come soon enough."""
     server = Server(local_planner(may_profile=True), 0.05, 1.0, 0.05)
     server.idle()
     assert server.run([3] * 32, 400)[-100:].count(0) >= 90

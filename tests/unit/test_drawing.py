@@ -104,7 +104,8 @@ def test_what_filters_leave(monkeypatch: pytest.MonkeyPatch, num_tokens: int) ->
 
 
 def check_log_probs(got: Tensor, wanted: Tensor) -> None:
-    """Both have the error that tests/unit/test_logprobs.py explains."""
+    """Compare log probabilities that both have the error explained in
+    tests/unit/test_logprobs.py."""
     size = float(wanted[wanted.isfinite()].abs().max())
     bound = rounding(wanted.shape[-1], 1.0) + 2 * UNIT[torch.float32] * size
     assert_near(got, wanted, bound)
@@ -160,7 +161,8 @@ def test_drawing_from_nothing_ends() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 1, 4])
 @pytest.mark.parametrize("num_tokens", [5, 200, 4096])
 def test_rules_give_the_bits_of_torchs(num_tokens: int, num_drafts: int) -> None:
-    """Also covers a token that is drafted twice, and drafts of which only some are seen."""
+    """Logit rules give the same bits as torch's, also for a token that is drafted twice, and if
+    only some drafts are seen."""
     rules, made = no_rules(3, num_tokens, torch.device("cpu")), torch.Generator().manual_seed(0)
     drawn = replace(
         rules,

@@ -61,7 +61,7 @@ def answers(loaded: LoadedModel, num_drafts: int, asked: list[Request]) -> tuple
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_error_costs_the_drafts_of_one_step(loaded: LoadedModel, overlap: bool) -> None:
-    """No row or token is lost, and the next step has drafts again."""
+    """An error of the drafter costs the drafts of one step, but no row and no token."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 20, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     drafter = Failing()
@@ -111,7 +111,8 @@ def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
 def test_what_is_no_draft_costs_drafts_only(
     loaded: LoadedModel, caplog: pytest.LogCaptureFixture, wrong: Callable, told: str
 ) -> None:
-    """Rows and the rank survive any error, and the log names it."""
+    """A result that is no draft costs only drafts. Rows and the rank continue, and the log names
+    the error."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(4)]
     expected, _ = answers(loaded, 0, asked)
     given, bench = answers(replace(loaded, drafter=Wrong(wrong)), 2, asked)
@@ -124,7 +125,8 @@ def test_what_is_no_draft_costs_drafts_only(
 def test_ids_that_are_no_tokens_are_drafts_that_fail(
     loaded: LoadedModel, token: int, num: int
 ) -> None:
-    """On a GPU, such ids would be read outside of the embedding."""
+    """Draft ids that are no tokens are rejected. On a GPU they would be read outside of the
+    embedding."""
     asked = [greedy(f"r{i}", list(range(5 + i, 25)), 9, ignore_eos=True) for i in range(3)]
     sampled = replace(asked[2].sampling, temperature=0.8, seed=3)
     speculation = Speculation(2, REJECTION)
@@ -151,7 +153,7 @@ def test_rows_without_drafts_of_their_own_use_none(loaded: LoadedModel) -> None:
 
 
 def test_a_drafter_that_knows_no_distribution_is_a_point_mass(loaded: LoadedModel) -> None:
-    """The result is the same whether the kind of acceptance or the drafter chooses a point mass."""
+    """A drafter without a distribution counts as a point mass, for every kind of acceptance."""
     asked = everything()
     told, _ = answers(replace(loaded, drafter=_fed_again()), 2, asked)
     point = replace(asked[3], speculation=Speculation(2, REJECTION_GREEDY))

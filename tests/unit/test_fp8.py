@@ -60,8 +60,8 @@ def mlp(
 
 
 def most_wrong(kernels: Kernels, dtype: torch.dtype) -> float:
-    """Return the error bound. Rounding decides hidden values between two of FP8, and the
-    interpreter may halve them."""
+    """Return the error bound. Rounding may choose either of two FP8 values for a hidden value, and
+    the interpreter may halve the result."""
     if kernels is AS_THEY_ARE:
         return WRONG[dtype]
     return 2e-2 if dtype == torch.float32 else 1e-1

@@ -200,7 +200,8 @@ async def test_a_frame_longer_than_any_may_be_is_not_waited_for(
 async def test_readers_who_do_not_greet_are_few_and_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The limit also applies before the handshake times out."""
+    """Connections that send no handshake are limited in number and keep no other out, also before
+    their handshake times out."""
     monkeypatch.setattr(framing, "GREETING_S", 10 * PATIENCE_S)
     async with served() as (board, server):
         address, silent = await server.listen(), framing.MAX_PENDING_HANDSHAKES

@@ -105,7 +105,7 @@ def test_each_gate_has_a_token_of_its_own(gate: Gate) -> None:
     ("before", "after"), [(0, b""), (0, b"m"), (0, b"mee"), (31, b"me"), (33, b"me")]
 )
 def test_another_greeting_is_refused(gate: Gate, before: int, after: bytes) -> None:
-    """The token is too short, too long or wrong."""
+    """A handshake whose token is too short, too long or wrong is refused."""
     token = (gate.handshakes.token + b"x")[:before] if before else gate.handshakes.token
     with pytest.raises((ConnectionError, ValueError)):
         gate.greet("a", token + after)

@@ -187,8 +187,8 @@ async def test_room_that_cannot_be_given_back_does_not_end_the_keeping(
 
 @pytest.mark.parametrize("service_s", [60, 0])
 async def test_who_keeps_dying_is_begun_anew_for_ever(service_s: int) -> None:
-    """The number of consecutive failures is reported until an epoch serves long enough or a driver
-    attaches."""
+    """A gang whose ranks keep dying is restarted indefinitely. Its consecutive failures are counted
+    until an epoch is stable or ``start`` is called again."""
 
     def doomed(rank: FakeRank) -> None:
         rank.become()
@@ -224,7 +224,8 @@ async def test_the_users_mistake_leaves_it_down_at_once() -> None:
 
 
 async def test_who_is_told_that_it_is_down_may_begin_it_again() -> None:
-    """The placement group was released before, and nothing of the gang's end is still running."""
+    """A gang is reported DOWN only once its placement group is released, so that it can be started
+    again at once."""
     machines, config = FakeMachines(), load()
     machines.refusal = Overloaded("no room")
     cleared: list[int] = []
@@ -271,8 +272,8 @@ async def test_a_silent_rank_is_ended_only_when_somebody_suspects_it() -> None:
 
 
 async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_next() -> None:
-    """The frames of the old epoch end at that time. The report must not count against the next
-    epoch, which does not answer yet."""
+    """Reports about an epoch that is being stopped do not count against the next one, which does
+    not answer yet. The frames of the old epoch end at that time."""
 
     def starts(rank: FakeRank) -> None:
         rank.is_frozen = rank.state.spec.epoch == 102

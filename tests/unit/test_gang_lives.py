@@ -203,7 +203,8 @@ async def test_ranks_meet_at_rank_0_and_are_addressed_one_by_one() -> None:
 
 @pytest.mark.parametrize("victim", range(NUM_RANKS))
 async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: int) -> None:
-    """This also holds if other ranks report the end of the epoch before the death is known."""
+    """A dead rank is replaced, and the others keep their processes. This holds even if they report
+    the end of the epoch before the death is known."""
     async with ready_gang() as (machines, supervisor, seen):
         before = dict(machines.ranks)
         for rank in before.values():
@@ -222,8 +223,8 @@ async def test_who_dies_is_replaced_and_the_others_keep_their_processes(victim: 
 
 
 async def test_the_others_leave_while_the_words_of_the_dead_are_fetched() -> None:
-    """Fetching the log of a rank on a lost machine takes ten seconds. A stopped peer delays a rank
-    that leaves by five."""
+    """Surviving ranks leave the epoch while the log of the dead rank is fetched. On a lost machine
+    that takes ten seconds, and a stopped peer delays leaving by five."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         machines.may_tell_words.clear()
@@ -249,8 +250,7 @@ async def test_who_failed_tells_of_its_step_before_it_leaves() -> None:
 async def test_the_pause_before_a_life_begins_with_the_death(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pause counts from the death: it is over if fetching the log has taken its whole
-    duration."""
+    """The pause before the next epoch counts from the death, so fetching the log is part of it."""
     monkeypatch.setattr(restart_policy, "PAUSE_S", 1000.0)
     async with ready_gang() as (machines, supervisor, _):
         clock = SimpleNamespace(monotonic=time.monotonic, time=time.time)
@@ -274,8 +274,8 @@ async def test_who_cannot_leave_is_killed_too() -> None:
 
 
 async def test_who_is_left_keeps_its_weights_while_the_others_room_is_moved() -> None:
-    """The placement group moves from a lost machine to another, and waits as long as there is
-    none."""
+    """Surviving ranks keep their weights while the placement group moves from a lost machine to
+    another. The move takes as long as there is no other machine."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         moves = RankLost("[2] of its ranks have no machine any more")
@@ -287,7 +287,7 @@ async def test_who_is_left_keeps_its_weights_while_the_others_room_is_moved() ->
 
 
 async def test_who_cannot_leave_does_not_end_the_keeping() -> None:
-    """The other ranks keep their processes, whatever ``leave`` raises."""
+    """A rank whose ``leave`` raises any error is killed, and the others keep their processes."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         before[1].leave_error = RuntimeError("Ray is away")
@@ -377,8 +377,8 @@ async def test_the_mistake_of_one_rank_leaves_the_gang_down_as_a_whole() -> None
 
 
 async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
-    """Killing fails, for example, while Ray's head is away; the rank is killed when the head is
-    back."""
+    """A rank that cannot be killed, as while Ray's head is away, does not delay the next epoch. The
+    rank is killed when the head is back."""
     async with ready_gang() as (machines, supervisor, _):
         lost = machines.ranks[1]
         lost.kill_error = ConnectionError("no head node")
@@ -394,8 +394,8 @@ async def test_who_cannot_be_killed_does_not_end_the_keeping() -> None:
     ("num_joined", "has_left"), [(0, False), (0, True), (1, False), (NUM_RANKS, False)]
 )
 async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_left: bool) -> None:
-    """Adopt loaded, half joined, ready or departed ranks. No process ends and no epoch is joined
-    twice."""
+    """A new controller adopts loaded, half joined, ready and departed ranks. No process ends and no
+    epoch is joined twice."""
     machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     ranks = [FakeRank(spec) for spec in plan.specs(55, ["127.0.0.1"] * NUM_RANKS)]
@@ -412,8 +412,8 @@ async def test_what_an_earlier_controller_left_is_taken_on(num_joined: int, has_
 
 
 async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replaced() -> None:
-    """The rank is replaced in the placement group of the gang's first epoch; no other process
-    ends."""
+    """A rank that dies in the second epoch of an adopted gang is replaced in the first epoch's
+    placement group. No other process ends."""
     machines, config = FakeMachines(), load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     specs = plan.specs(55, ["127.0.0.1"] * NUM_RANKS)
@@ -431,8 +431,8 @@ async def test_who_dies_in_a_gang_that_was_taken_on_in_its_second_life_is_replac
 
 
 async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> None:
-    """Ranks can differ if a controller could not read the placement of the ranks that it
-    adopted."""
+    """Ranks whose expert placements differ never serve together. They may differ if a controller
+    could not read the placement of adopted ranks."""
     async with ready_gang() as (machines, supervisor, _):
         for rank in machines.ranks.values():
             rank.says(placement="another")
@@ -445,7 +445,8 @@ async def test_ranks_that_differ_in_where_experts_lie_never_serve_together() -> 
 
 
 async def test_a_suspicion_that_comes_while_others_still_answer_is_kept() -> None:
-    """The suspected rank has answered the poll in progress, and will not answer the next one."""
+    """A suspicion that is reported during a poll is kept. The suspected rank has answered this poll
+    and will not answer the next one."""
     async with ready_gang() as (machines, supervisor, _):
         before = dict(machines.ranks)
         before[0].may_answer.clear()
@@ -518,7 +519,8 @@ def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
 async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Restart pauses do not grow while Ray's head is away, however often it fails to answer."""
+    """A gang is not blamed while Ray's head is away: restart pauses do not grow, however often Ray
+    fails to answer."""
 
     def no_head(plan: GangPlan, launch: EpochLaunch) -> None:
         raise RaySystemError("the head is away")
@@ -538,7 +540,8 @@ async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
 async def test_ranks_begun_before_ray_fell_silent_end_and_the_others_live(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A rank that was started would hold the resources of the one that is started next."""
+    """If Ray fails during a launch, the ranks that were already started count as lost. They would
+    hold the resources of the next launch."""
     config = load(None, [f"prefill.dp_size={NUM_RANKS}"])
     plan = plan_gangs(config)[0]
     specs = plan.specs(1, ["127.0.0.1"] * NUM_RANKS)

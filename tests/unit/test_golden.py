@@ -31,6 +31,7 @@ def test_no_load_is_written_down_that_is_run_no_more() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_calls_allocates_and_copies_what_is_written_down(kind: str, num_drafts: int) -> None:
-    """These figures decide the speed of every step. A commit that changes one gives the reason."""
+    """The calls, allocations and copies of a step are the recorded ones, which decide its speed. A
+    commit that changes a figure gives the reason."""
     written = json.loads(PATH.read_text())
     assert figures(kind, num_drafts) == written[f"{kind}, {num_drafts} drafts"]

@@ -83,8 +83,8 @@ def test_attention_of_prompts(compiled: list[str], kind: torch.dtype, num_heads:
 
 
 def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
-    """Each kernel compiles once for each kind of arguments. A rank that compiles does not count as
-    stalled."""
+    """Compile time is reported once for each kernel and kind of arguments, so that a rank that
+    compiles does not count as stalled."""
     kernels, told_s = TritonKernels(132), [0.0]
     for _ in range(3):
         kernels.rms_norm(zeros(3, 11_200), zeros(11_200), 1e-6)
@@ -93,7 +93,8 @@ def test_it_is_told_how_long_compiling_takes(compiled: list[str]) -> None:
 
 
 def test_compiling_that_failed_is_not_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time that was excused stays excused, so the clock of the stall detection never jumps."""
+    """The time of a failed compilation stays excused, so that the clock of the stall detection
+    never jumps."""
     now = 100.0
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("tandem.model.kernels.gpu.compiling.time", clock)

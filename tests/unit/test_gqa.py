@@ -117,7 +117,7 @@ def test_nodes_of_trees_see_their_bits(dtype: torch.dtype) -> None:
 def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, place: int, is_tree: bool, kernels: str
 ) -> None:
-    """The slot holds a key or a value that is not finite."""
+    """A slot whose key or value is not finite affects only the rows that see it."""
     own, told = (
         TORCH_KERNELS if kernels == "plain" else ours(),
         Grouped.make(4, torch.float32, room=64),

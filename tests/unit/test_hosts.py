@@ -11,7 +11,7 @@ def found(addresses: dict[str, str], *sets: str) -> list[str]:
 
 
 def test_each_machine_listens_on_its_own_address() -> None:
-    """This also holds for a single machine, because another may join."""
+    """Each machine listens on its own address, even a single one, because another may join."""
     assert found({"a": "127.0.0.1"}) == ["127.0.0.1"] * 3
     assert found({"a": "10.0.0.1"}) == ["10.0.0.1"] * 3
     assert found({"a": "10.0.0.1", "b": "10.0.0.2"}) == ["10.0.0.1", "10.0.0.2", "10.0.0.1"]

@@ -79,8 +79,8 @@ def test_linear(num_rows: int, width: int, num_out: int, dtype: torch.dtype) -> 
 @native_only
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 40])
 def test_a_sum_has_the_bits_of_one_product_after_the_other(num_rows: int) -> None:
-    """This holds whatever vector width a processor has; products of bf16 numbers are exact in
-    fp32."""
+    """A sum has the bits of one product added after another, whatever vector width the processor
+    has. Products of bf16 numbers are exact in fp32."""
     x, weight = draw(num_rows, 194, dtype=TYPES[1]), draw(48, 194, seed=1, dtype=TYPES[1])
     total = torch.zeros(num_rows, 48)
     for k in range(194):
@@ -289,7 +289,8 @@ BROKEN = [float("nan"), float("inf"), -float("inf")]
 def test_a_slot_counts_for_the_rows_that_see_it_alone(
     value: float, is_tree: bool, kernels: str
 ) -> None:
-    """The slot holds the last draft of a chain, or one node of a tree, in every sequence."""
+    """A slot that is not finite affects only the rows that see it. It holds the last draft of a
+    chain, or one node of a tree, in every sequence."""
     own, num_q = TORCH_KERNELS if kernels == "plain" else ours(), 4
     told = Pages.make(6, num_q, torch.float32)
     lens_B = told.batch.context_lens_BQ.amax(1)
@@ -315,7 +316,7 @@ def test_a_slot_counts_for_the_rows_that_see_it_alone(
 @pytest.mark.parametrize("kernels", ["plain", "ours"])
 @pytest.mark.parametrize("value", BROKEN[:1] if IS_INTERPRETED else BROKEN)
 def test_a_token_of_a_prompt_counts_for_those_after_it_alone(value: float, kernels: str) -> None:
-    """The effect stays within the token's segment."""
+    """A prompt token that is not finite affects only later tokens of its segment."""
     packed, own = Packed.make(torch.float32), TORCH_KERNELS if kernels == "plain" else ours()
     chosen, back = [1, 2, 3] if IS_INTERPRETED else [0, 1, 2, 3, 5], (1, 3, 59, 2, 0, 30)
     wanted = packed.attend(own, chosen)
@@ -346,7 +347,7 @@ def test_moves_within_rows_in_all_caches(dtype: torch.dtype) -> None:
 
 
 def test_a_short_context_in_many_parts() -> None:
-    """Most parts see no slot."""
+    """A short context is split in many parts, most of which see no slot."""
     told = Pages.make(2, 3, torch.float32)
     # Weights of only a few slots hardly depend on their scores.
     check_attended(told.attend(), told.wanted(), torch.float32, growth=1.0)
@@ -603,7 +604,8 @@ def test_combining(dtype: torch.dtype) -> None:
 
 
 def test_what_experts_gave_is_held_until_it_was_added_and_no_longer() -> None:
-    """No later output of the layer keeps it alive; for prompts it is hundreds of MB."""
+    """The output of experts is freed once it was added: the layer's result does not keep it alive.
+    For prompts it is hundreds of MB."""
     out, x = draw(9, 3, 40), draw(9, 40, seed=2)
     seen, more = weakref.ref(out), ours().combine(out, draw(9, 3, seed=1), None)
     del out
@@ -620,7 +622,8 @@ def test_not_a_number_stays_one_and_stays_in_its_row() -> None:
 
 
 def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serving fails at startup, not in the first step. Slow kernels must be selected explicitly."""
+    """GPU kernels without a C compiler are refused at startup, not in the first step. Slow kernels
+    must be selected explicitly."""
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     given = ModelConfig.from_dir(TINY_MODEL), torch.device("cuda")
@@ -636,7 +639,8 @@ def test_gpus_without_a_compiler_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_gpus_that_kernels_are_not_made_for_have_plain_ones_and_it_is_said(
     monkeypatch: pytest.MonkeyPatch, name: str, major: int, minor: int
 ) -> None:
-    """The fallback is reported at startup, not by the failure of a first step."""
+    """GPUs that the kernels do not support use the torch kernels. This is reported at startup, not
+    by the failure of a first step."""
     pytest.importorskip("triton")
     card = SimpleNamespace(name=name, multi_processor_count=108, major=major, minor=minor)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)

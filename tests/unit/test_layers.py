@@ -75,7 +75,7 @@ def test_imports_point_down(folder: str) -> None:
 
 
 def test_every_folder_is_imported_by_another() -> None:
-    """Otherwise ``folders_imported`` may find nothing, and the tests below would forbid nothing."""
+    """Guards the search for imports: if it found nothing, the tests below would forbid nothing."""
     for folder in OURS - {"cluster", "colocated_node", EDGE}:
         others = files(*OURS - {folder})
         assert any(folder in folders_imported(path) for path in others), folder

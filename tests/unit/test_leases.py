@@ -135,7 +135,8 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
 async def test_a_release_that_comes_first_keeps_the_key_shut(
     lease_s: float, known_s: float
 ) -> None:
-    """The key stays closed for the longer of ENDED_KEEP_S and four leases."""
+    """A release that precedes its offer keeps the key closed for the longer of ENDED_KEEP_S and
+    four leases."""
     clock = Clock()
     book = OfferBook(lease_s, clock)
     assert not book.end(KEY, "cancelled")

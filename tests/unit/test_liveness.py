@@ -150,7 +150,7 @@ async def test_a_gateway_that_stops_finishes_its_releases(
     members.tell(Gang(spec.gang, spec.kind, spec.epoch, READY, (info,)))
 
     async def warm(pair: object) -> None:
-        """There is no pair."""
+        """Do nothing, as there is no pair of ranks."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
     release = owner.ranks[spec.epoch_name].release("abort", Identity("r"))
@@ -185,8 +185,8 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
 
 
 async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
-    """The controller that drained the rank may have died since, so that the next one finds it
-    ready."""
+    """A rank that drained and is ready again gets requests. The controller that drained it may have
+    died, and its successor finds the rank ready."""
     members, info = LocalMembers(), replace(INFO, frames=None)
     spec = info.spec
     members.controls[spec.epoch_name] = Slow()
@@ -194,7 +194,7 @@ async def test_who_drains_no_more_gets_requests(small_model: Path) -> None:
     members.tell(gang)
 
     async def warm(pair: object) -> None:
-        """There is no pair."""
+        """Do nothing, as there is no pair of ranks."""
 
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
     rank = owner.ranks[spec.epoch_name].liveness

@@ -128,7 +128,8 @@ def test_overlapped_preemption_tells_everything_first(loaded: LoadedModel) -> No
 
 
 def test_who_has_ended_with_its_first_token_keeps_nobody_turning(loaded: LoadedModel) -> None:
-    """Its gateway knows the end, but may be late to drop it."""
+    """A sequence that ended with its first token causes no steps. Its gateway knows the end, but
+    may be late to drop it."""
     bench, identity, prompt = Bench(loaded), Identity("r"), list(range(5, 25))
     bench.decode.enqueue(identity, RequestSize(len(prompt), 0, 1))
     bench.decode.activate(identity, greedy("r", prompt, 1, ignore_eos=True), 7, None)
@@ -172,8 +173,8 @@ def test_a_step_that_fails_takes_along_the_one_on_its_way_and_keeps_nothing(
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_cannot_begin_is_in_no_step(loaded: LoadedModel, overlap: bool) -> None:
-    """Its row may still hold the state of its previous owner. Its pages are released when it is
-    dropped."""
+    """A sequence that could not be added to a row is in no step. The row may hold the previous
+    owner's state. The sequence's pages are released when it is dropped."""
     bench = Bench(loaded, num_drafts=2, max_rows=3, overlap=overlap)
     beside = greedy("beside", [5, 6, 7], 12, ignore_eos=True)
     expected = Bench(loaded, num_drafts=2).generate(beside)
@@ -259,7 +260,7 @@ def test_a_step_is_one_graph_that_never_waits_for_the_host(folder: Path, num_dra
 
 
 def test_engines_end_before_what_they_run_on_ends() -> None:
-    """Graphs hold the collectives of a gang."""
+    """Programs are closed before the gang ends, because graphs hold the gang's collectives."""
     loop, ended = EngineLoop("engine"), list[str]()
     loop.on_end(lambda: ended.append("gang"))
     loop.add(Mock(has_work=lambda: False, close=lambda: ended.append("programs")))
@@ -272,7 +273,8 @@ def test_engines_end_before_what_they_run_on_ends() -> None:
 def test_pages_of_a_step_that_failed_stay_until_the_device_has_ended(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    """The device may still write to them, in the failed step or the one in flight."""
+    """Pages of a failed step stay allocated until the device has finished. It may still write to
+    them, in that step or the one in flight."""
     bench = Bench(loaded, overlap=True)
     bench.start(greedy("r", list(range(5, 25)), 60, ignore_eos=True))
     bench.decode.step()

@@ -258,7 +258,8 @@ def test_choices_that_are_none_are_refused(
 
 
 def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: Path) -> None:
-    """Otherwise chains would be drafted silently."""
+    """Tree choices without a number of nodes are refused, because chains would be drafted
+    silently."""
     sets = f"speculation.draft_model_path={tmp_path}", "speculation.medusa_choices=any.json"
     with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.max_tree_nodes"):
         load(folder, "speculation.drafter=medusa", *sets)

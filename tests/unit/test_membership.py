@@ -106,7 +106,8 @@ def test_every_life_has_an_epoch_of_its_own(behind_s: int, monkeypatch: pytest.M
 def test_a_cluster_after_another_was_stopped_has_other_epochs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No state is left that would name the used epochs, and many gangs started at once."""
+    """A cluster that starts after another was stopped has other epochs. No state names the used
+    ones, and many gangs had started at once."""
     now = 1000.0
     monkeypatch.setattr(time, "time", lambda: now)
     first = EpochCounter()
@@ -215,7 +216,8 @@ class Hanging:
 
 
 async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
-    """Otherwise two engines would use one cache."""
+    """A rank whose engine thread hangs joins no other epoch, because two engines would use one
+    cache."""
     engine, loop = Hanging(), EngineLoop("hangs")
     loop.add(engine)
 
@@ -238,7 +240,8 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
 
 
 async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
-    """The first controller died while waiting, and the second adopts the surviving ranks."""
+    """Two controllers may make a rank leave at once: the first died while it waited, and the second
+    adopts the rank."""
     may_end, stops = asyncio.Event(), []
 
     async def stop() -> None:
@@ -260,8 +263,8 @@ async def test_two_controllers_may_have_a_rank_leave_at_once() -> None:
 
 
 async def test_a_rank_that_was_told_to_stop_goes_on_under_no_other_controller() -> None:
-    """The stopping controller died before the rank's process did. The rank still answers calls, but
-    is not adopted."""
+    """A rank that was stopped is not adopted by another controller. It still answers calls if the
+    stopping controller died before the rank's process did."""
     told: list[RankState] = []
 
     async def stop() -> None:

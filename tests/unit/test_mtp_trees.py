@@ -211,7 +211,7 @@ def test_ranks_of_sampled_rows_are_what_they_would_choose() -> None:
 
 
 def test_candidates_of_equal_scores_stay_behind_their_parents() -> None:
-    """This also holds if all scores are infinite."""
+    """Candidates with equal scores follow their parents, also if all scores are infinite."""
     infinite = torch.full((1, 4), float("-inf"))
     last = infinite, infinite, None
     first = Candidates(torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4).long(), *last)

@@ -130,7 +130,7 @@ def test_the_prompt_is_in_the_memory(loaded: LoadedModel, asked: list[Request]) 
 
 def test_a_table_of_another_pool() -> None:
     """Compare with TensorRT-LLM's pool on whole texts, with its option to use the oldest match. Its
-    newest match may be a short rest at the end of the text, and the first of equal rests."""
+    newest match may leave only a short continuation at the end of the text."""
     table = json.loads(TABLE.read_text())
     assert len(table["cases"]) == 400
     for text, size, num, drafts in table["cases"]:

@@ -121,7 +121,7 @@ def test_a_row_of_the_embedding(clean: Path, kernels: str, num_drafts: int) -> N
 
 @kernels_and_drafts
 def test_one_expert(clean: Path, kernels: str, num_drafts: int) -> None:
-    """Answers whose tokens never choose the expert continue."""
+    """A broken expert ends only the answers whose tokens choose it."""
     folder = planted(clean, "layers.2.mlp.experts.5.")
     prompts = [[one] for one in range(2, 60, 6)][:5]
     reasons = [reason for _, reason in all_expected(folder, prompts)]
@@ -132,7 +132,7 @@ def test_one_expert(clean: Path, kernels: str, num_drafts: int) -> None:
 @pytest.mark.parametrize("name", ["model.norm", "layers.1.input_layernorm"])
 @kernels_and_drafts
 def test_a_norm(clean: Path, kernels: str, num_drafts: int, name: str) -> None:
-    """Every answer ends without a token."""
+    """A broken norm ends every answer without a token."""
     folder = planted(clean, name)
     bench = bench_of(folder, kernels, num_drafts)
     assert bench.generate(*requests()) == [([], BROKEN)] * len(PROMPTS)
@@ -142,7 +142,8 @@ def test_a_norm(clean: Path, kernels: str, num_drafts: int, name: str) -> None:
 
 @kernels_and_drafts
 def test_a_page_of_one_row(clean: Path, kernels: str, num_drafts: int) -> None:
-    """The row ends with the tokens that it had. Its pages are overwritten when they are reused."""
+    """A broken page ends its row with the tokens that the row had. The page is overwritten when it
+    is reused."""
     bench, wanted = bench_of(clean, kernels, num_drafts), all_expected(clean)
     started = bench.start_all(*requests())
     bench.decode.step()
@@ -166,7 +167,7 @@ def test_a_page_of_one_row(clean: Path, kernels: str, num_drafts: int) -> None:
 
 @kernels_and_drafts
 def test_a_page_that_rows_share(clean: Path, kernels: str, num_drafts: int) -> None:
-    """All rows that share the page end, and the next request computes it again."""
+    """A broken page ends all rows that share it, and the next request computes it again."""
     bench, others = bench_of(clean, kernels, num_drafts), requests()[:1]
     asked = [greedy(f"s{i}", [*PROMPTS[1][:9], 30 + i], NUM_TOKENS) for i in range(3)]
     whole = bench.generate(*asked)
@@ -182,7 +183,7 @@ def test_a_page_that_rows_share(clean: Path, kernels: str, num_drafts: int) -> N
 @pytest.mark.parametrize("value", [NAN, float("inf")])
 @kernels_and_drafts
 def test_the_dummy_page(clean: Path, kernels: str, num_drafts: int, value: float) -> None:
-    """The dummy page and all unwritten pages hold the value."""
+    """The dummy page and all unwritten pages may hold values that are not finite."""
     bench = bench_of(clean, kernels, num_drafts)
     for cache in bench.all_caches():
         cache.fill_(value)
@@ -200,8 +201,8 @@ def test_the_dummy_page(clean: Path, kernels: str, num_drafts: int, value: float
 def test_a_request_that_forbids_every_token(
     clean: Path, kernels: str, num_drafts: int, temperature: float
 ) -> None:
-    """A gateway rejects such a request. On a rank, no token is left for it, also after accepted
-    drafts."""
+    """A rank fails a request that forbids every token, also after accepted drafts. A gateway would
+    reject it."""
     bench, wanted = bench_of(clean, kernels, num_drafts), all_expected(clean)
     most = [TokenBias(token, 100.0) for token in wanted[0][0]]
     hot = replace(requests()[0].sampling, temperature=temperature, min_tokens=5)

@@ -64,7 +64,8 @@ async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
 
 
 async def test_another_config_is_refused_although_every_gang_is_down() -> None:
-    """A gateway of the first config may still run, and would serve the other model's tokens."""
+    """Another config is refused even if every gang is down. A gateway of the first config may still
+    run, and would serve the other model's tokens."""
     controller = Controller()
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))

@@ -68,7 +68,8 @@ def test_greedy_with_penalties_is_the_reference_for_every_number_of_drafts(
 
 
 def test_nothing_is_left_of_the_rules_that_a_rows_former_owner_had(loaded: LoadedModel) -> None:
-    """This also holds if another row of the same step has rules."""
+    """A row does not inherit the rules of its previous owner, even if another row of the step has
+    rules."""
     bench = Bench(loaded, max_rows=2, num_pages=400)
     plain, ruled = request_of(4, 1, 12, ignore_eos=True), request_of(1, 1, 12, ignore_eos=True)
     [(wanted, _)] = bench.generate(plain)

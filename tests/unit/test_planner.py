@@ -92,7 +92,8 @@ def test_pass_one_takes_all_that_is_pending_and_without_drafts_it_waits(
 
 
 def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
-    """All ranks run the same program. A rank without rows needs no traits."""
+    """A step has the traits that rows of any rank need, so that all ranks run the same program. A
+    rank without rows needs none."""
     sampled = SamplingTraits(all_greedy=False, rule_names=("rejection",))
     ruled = SamplingTraits(has_logit_rules=True, rule_names=("strict",))
     key = planned(rows(3, traits=sampled), IDLE, rows(2, traits=ruled))
@@ -102,7 +103,8 @@ def test_a_step_has_all_that_rows_of_any_rank_ask_for() -> None:
 
 
 def test_extras_are_few_whatever_rows_ask_for() -> None:
-    """This bounds the number of programs for each batch size and draft shape."""
+    """Rows cause only few combinations of traits, which bounds the programs of each batch size and
+    draft shape."""
     mixtures = [set(kinds) for n in range(1, 7) for kinds in combinations(ACCEPTANCES, n)]
     found = {
         merge_traits([SamplingTraits(is_greedy, has_logit_rules, program_rule_names(kinds))])
@@ -124,8 +126,8 @@ def keys(num: int) -> list[StepKey]:
 
 
 def test_of_too_many_programs_the_one_unused_for_longest_makes_room() -> None:
-    """The new program takes the old one's number, so ranks release the old one. It is made again
-    when it is needed."""
+    """If there are too many programs, the one unused for longest is released and its number reused.
+    It is made again when it is needed."""
     forms = ProgramTable()
     kept = [forms.plan(key, RECORDED) for key in keys(MAX_PROGRAMS)]
     numbers = [plan.program_id for plan in kept]
@@ -177,7 +179,8 @@ def test_programs_are_made_while_nobody_has_work_if_every_rank_can() -> None:
 
 
 def test_a_program_that_is_asked_for_again_and_again_is_made_though_somebody_waits() -> None:
-    """Otherwise a rank that is always busy would stay eager indefinitely."""
+    """A program that is needed repeatedly is made even if rows wait. Otherwise a rank that is
+    always busy would stay eager indefinitely."""
     planner = fixed(StepKey(2, 3, 4))
     sampled = rows(3, traits=SAMPLED_TRAITS, exec_mode=CAPTURED)
     plans = [planner((sampled,)) for _ in range(2 * MAX_EAGER_STEPS)]

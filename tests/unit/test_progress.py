@@ -253,7 +253,8 @@ def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
 
 
 def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
-    """Otherwise writing to the mapped file on a full disk would raise a signal."""
+    """The journal's disk blocks are reserved at the start. Writing to a mapped file on a full disk
+    would raise a signal."""
     path = tmp_path / "rank.box"
     CrashJournal(str(path))
     status = path.stat()
@@ -261,7 +262,8 @@ def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
 
 
 def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
-    """The identities have the longest ids that requests may have."""
+    """The journal truncates a step with too many sequences, also with the longest ids that requests
+    may have."""
     name = request_id("\U00020000" * 128)
     path = str(tmp_path / "rank.box")
     everyone = [Identity(name, 0, (1 << 53) - i) for i in range(1, 3000)]

@@ -38,7 +38,7 @@ def admitted(asked: RawRequest, key: bytes = KEY, model: ModelInfo = MODEL) -> t
 
 
 def proven(asked: RawRequest = ASKED) -> RawRequest:
-    """``asked`` with the proof from its first stream."""
+    """Return ``asked`` with the proof from its first stream."""
     _, proof = admitted(replace(asked, resume_token_ids=()))
     return replace(asked, resume_proof=proof)
 

@@ -198,8 +198,8 @@ def test_recorded_steps_are_eager_ones_to_the_last_bit(
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_step_that_records_is_told_and_not_timed(loaded: LoadedModel, fails: bool) -> None:
-    """A step that failed while it was recorded is recorded again, and its time does not count
-    either."""
+    """The step that records a program is reported and not timed. A step that failed while it
+    recorded is recorded again."""
     bench = Bench(loaded, num_drafts=0)
     bench.start(greedy("r", [5, 6, 7], 40, ignore_eos=True))
     if fails:
@@ -249,7 +249,8 @@ def test_a_program_that_was_dropped_is_recorded_again(
 def test_programs_that_are_made_ahead_serve_and_others_are_eager(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Captured programs are prepared while the rank is idle, on dummy rows."""
+    """Programs that were captured in advance, on dummy rows while the rank was idle, serve later
+    steps. Other steps are eager."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     monkeypatch.setattr(type(loaded.kernels), "exec_mode", CAPTURED)
@@ -277,7 +278,8 @@ def test_programs_that_are_made_ahead_serve_and_others_are_eager(
 def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a program may be a graph that is too large for the memory."""
+    """A program that cannot be made, such as a graph too large for the memory, does not affect
+    others or later steps."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)
@@ -306,7 +308,8 @@ def test_a_program_that_cannot_be_made_leaves_the_others_and_steps_go_on(
 def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
     loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, fails: bool, overlap: bool
 ) -> None:
-    """If the program cannot be made, no request is affected."""
+    """A program is made between steps if the rank is never idle. If that fails, no request is
+    affected."""
     asked = everything()
     answers = Bench(loaded, max_rows=6).generate(*asked)
     kernels = copy(loaded.kernels)

@@ -131,7 +131,8 @@ def test_the_clients_options_arrive() -> None:
 
 
 def test_a_stop_string_alone_is_one_stop_string() -> None:
-    """protobuf would read a str as one stop string for each of its characters."""
+    """A single stop string stays one string; protobuf would read a str as one for each
+    character."""
     assert mapped(build_request("ab", {"stop": "###"})).sampling.stop == ("###",)
     assert mapped(build_request("ab", {"stop": ["#", "\n"]})).sampling.stop == ("#", "\n")
 
@@ -139,7 +140,8 @@ def test_a_stop_string_alone_is_one_stop_string() -> None:
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
 @pytest.mark.parametrize("name", ["prompt", "stop", "stop_token_ids", "resume_token_ids"])
 def test_bytes_are_neither_text_nor_token_ids(name: str, kind: type) -> None:
-    """Their byte values are not the token ids of the text."""
+    """Bytes are refused as text and as token ids, because their values are not the token ids of the
+    text."""
     values: dict[str, Any] = {"prompt": "ab", name: kind(b"hello")}
     with pytest.raises(ValueError, match=rf"^{name}: is of type {kind.__name__}; use a str, or"):
         build_request(values.pop("prompt"), values)  # type: ignore[arg-type]
@@ -217,7 +219,8 @@ def test_lists_are_counted_before_they_are_read(field: str, allowed: Any, one_mo
 
 
 def test_a_vocabulary_of_ends_leaves_no_token_before_min_tokens() -> None:
-    """EOS is one of the ends unless it is ignored. Resumed tokens count towards min_tokens."""
+    """min_tokens is refused if every token would end the answer. EOS is one of the ends unless it
+    is ignored. Resumed tokens count."""
     ends = [*range(MODEL.eos_token_ids[0]), *range(MODEL.eos_token_ids[0] + 1, MODEL.vocab_size)]
     sampling = pb.Sampling(stop_token_ids=ends, min_tokens=2)
     with pytest.raises(ValueError, match=r"^sampling\.min_tokens=2: .* whole vocabulary.*use 0"):

@@ -160,7 +160,8 @@ def test_nothing_is_lost() -> None:
 
 
 def test_nothing_is_lost_at_the_edges() -> None:
-    """These seeds have full gateways, every option, an operator and hostile clients."""
+    """No request is lost in seeds with full gateways, every option, an operator and hostile
+    clients."""
     told = sim("--first", str(EDGES), "--seeds", str(NUM_EDGES), "--jobs", "1")
     assert f"{NUM_EDGES} seeds, 0 with failures" in told
 
@@ -181,7 +182,7 @@ def test_nothing_is_lost_in_more(first: int) -> None:
 
 @pytest.mark.parametrize("plant", read(), ids=lambda plant: plant.name)
 def test_each_mistake_can_be_put_back(plant: Plant) -> None:
-    """The page names the seed that finds the mistake."""
+    """Each recorded mistake can be planted again, and the page names the seed that finds it."""
     assert plant.changed(ROOT)
     rows = [line for line in PAGE.read_text().splitlines() if f"`{plant.name}`" in line]
     assert [line.split(" | ")[-1].strip(" |") for line in rows] == [f"{plant.seed:,}"]

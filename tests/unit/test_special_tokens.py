@@ -97,7 +97,8 @@ IDS = ids_of("a😀") + [2] + ids_of("b") + [3] + ids_of("cd")
     ],
 )
 def test_stop_strings_see_special_tokens_that_are_kept(stop: tuple[str, ...], text: str) -> None:
-    """This holds from every point that a client may resume from, too."""
+    """Stop strings match special tokens that are kept in the text, from every point that a client
+    may resume from."""
     sampling = SamplingParams(stop=stop, skip_special_tokens=False)
     whole, ended = answer(IDS, sampling)
     assert whole == text

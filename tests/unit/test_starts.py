@@ -171,12 +171,14 @@ async def test_who_does_not_get_on_is_lost(
 async def test_who_gets_on_waits_for_others_or_serves_is_left_alone(
     says: tuple[Callable[[int], dict[str, object] | None], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ready rank is not lost only because it does not answer."""
+    """A rank that makes progress, waits for others or serves is not lost. A ready one may be
+    silent."""
     await asked(rank_group(*says), 4 * START_S, monkeypatch)
 
 
 async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank was ready and left. A rank that has never answered may take longer."""
+    """A silent rank that was ready and left is lost between two epochs. One that has never answered
+    may take longer."""
     monkeypatch.setattr(
         "tandem.cluster.control.rank_group.time", SimpleNamespace(monotonic=lambda: 0.0)
     )
@@ -197,7 +199,8 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
 async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its predecessor reported the same activity long before, and then served."""
+    """The first report of a restarted rank counts as new, although its predecessor reported the
+    same long before and then served."""
     ranks = rank_group(lambda n: hangs(n) if n < 3 else serves(n))
     await asked(ranks, 2 * START_S, monkeypatch)
     ranks.kill([0])
@@ -210,7 +213,7 @@ async def test_who_is_begun_anew_says_what_it_says_for_the_first_time(
 async def test_who_has_said_nothing_is_not_taken_for_who_was_there_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The predecessor served, but that does not excuse a rank that never answers."""
+    """The service of its predecessor does not excuse a rank that never answers."""
     ranks = rank_group(serves)
     await asked(ranks, START_S / 2, monkeypatch)
     ranks.kill([0])
@@ -289,7 +292,8 @@ def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> None:
-    """The other gang was lost and may wait for resources for long."""
+    """A server does not wait for a lost gang if another gang of its kind is ready. The lost one may
+    wait for resources for long."""
     other = Gang(
         "decode-1", "decode", 7, STARTING, startup_notes=("decode-1: waiting for room",), **DIED
     )

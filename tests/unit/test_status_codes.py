@@ -25,7 +25,8 @@ from tandem.core.schema import to_error, to_failure
 
 
 def test_what_is_not_finite_says_so_wherever_it_was_raised() -> None:
-    """The client must not retry the request, and the log holds no traceback."""
+    """NonFiniteLogits keeps its status wherever it was raised. The client must not retry the
+    request, and the log holds no traceback."""
     error = to_error(to_failure(NonFiniteLogits.of("r1", 7)))
     assert isinstance(error, NonFiniteLogits)
     status = status_of(error)

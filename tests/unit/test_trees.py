@@ -216,7 +216,7 @@ def test_a_node_thinks_as_its_path_says() -> None:
 
 
 def test_rows_of_all_kinds_share_a_tree(loaded: LoadedModel) -> None:
-    """The strict rows keep their tokens."""
+    """Strict rows keep their tokens in a batch with rows of all other kinds."""
     asked, kinds = everything(), (RELAXED, RELAXED_LOG_PROBS, REJECTION)
     expected, _ = answers(loaded, asked, num_drafts=0)
     for i, kind in zip((0, 4, 3), kinds, strict=True):

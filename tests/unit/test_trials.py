@@ -25,14 +25,15 @@ def step(number: int, *others: str, is_isolated: bool = False) -> InFlightBatch:
 
 
 def test_alone_in_one_step_that_killed_a_rank_is_not_poison_yet() -> None:
-    """The answer ran alone because it was suspected of an unexplained death (seed 10,167 of the
-    simulation)."""
+    """An answer that ran alone in one step that killed a rank remains a suspect. It ran alone
+    because of an unexplained death (seed 10,167 of the simulation)."""
     assert trials_after(step(1, is_isolated=True)).is_suspect()
 
 
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_alone_in_the_second_is_poison(has_failed: bool) -> None:
-    """The first step either killed its rank or only failed."""
+    """An answer that ran alone in a second failed step is poison, whether the first killed its rank
+    or only failed."""
     first = [] if has_failed else [step(1, "another")]
     with pytest.raises(PoisonRequest, match="alone"):
         trials_after(*first, step(2, is_isolated=True), has_failed=has_failed).is_suspect()

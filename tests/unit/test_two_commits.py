@@ -50,7 +50,7 @@ def test_what_the_benchmark_prints_is_read_by_case() -> None:
 
 
 def test_two_processes_do_each_piece_in_turns() -> None:
-    """A process that is left alone reports it."""
+    """Two processes take turns at each piece, and one that is left alone reports it."""
     pipes = os.pipe(), os.pipe()
     first, second = Baton(pipes[0][0], pipes[1][1]), Baton(pipes[1][0], pipes[0][1])
     done: list[str] = []

@@ -88,7 +88,7 @@ def test_the_threshold_follows_how_open_the_choice_is() -> None:
 
 
 def test_what_the_filters_leave_out_does_not_pass() -> None:
-    """The token's probability before the filters does not matter."""
+    """A draft that the filters exclude does not pass, whatever its probability before them."""
     rows = sampling_rows(SamplingParams(1.0, top_k=1), torch.tensor([1]))
     known = verify_input(
         torch.tensor([[1]]),

@@ -91,7 +91,7 @@ def test_a_home_is_used_where_there_is_one(tmp_path: Path, monkeypatch: pytest.M
 
 @needs_root
 def test_a_cache_in_a_home_that_is_read_only_is_used(temporary: Path) -> None:
-    """Pods of deploy/ have such a home."""
+    """A cache folder in a read-only home is used, as in the pods of deploy/."""
     home = temporary / "home"
     (home / ".cache").mkdir(parents=True)
     (home / ".cache").chmod(0o777)

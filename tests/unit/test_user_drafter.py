@@ -73,7 +73,8 @@ def test_its_text_is_its_own(plain: LoadedModel, asked: list[Request], expected:
 def test_lies_cost_the_drafts_of_their_rows(
     plain: LoadedModel, asked: list[Request], expected: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other rows keep their drafts, although the drafter keeps being called."""
+    """Invalid results cost only the drafts of their rows, although the drafter keeps being
+    called."""
     monkeypatch.setattr("tandem.model.drafters.user.MAX_FAILURES_IN_ROW", 10**6)
     hostile = user_drafters.Hostile()
     loaded = with_user(plain, hostile)
@@ -87,7 +88,8 @@ def test_lies_cost_the_drafts_of_their_rows(
 def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
     plain: LoadedModel, asked: list[Request], expected: list
 ) -> None:
-    """The drafter is not called while it hangs, and its late result is ignored."""
+    """A drafter that hangs delays a step by its timeout, and is off after three failures. It is not
+    called while it hangs, and its late result is ignored."""
     theirs = user_drafters.Hangs()
     # time: the bound is what is tested
     loaded = with_user(plain, theirs, timeout_s=0.01)

@@ -270,7 +270,8 @@ def test_the_drafter_has_the_weights_of_its_layer(folder: Path) -> None:
 def test_without_a_drafter_its_weights_are_not_read(
     folder: Path, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken weights do no harm while they are unused, and are named when they are needed."""
+    """Without a drafter its weights are not read: broken ones do no harm. They are named when they
+    are needed."""
     stored = tensors(folder)
     name = "model.layers.3.hnorm.weight"
     if broken == "shape":
@@ -388,7 +389,8 @@ def test_truncated_and_missing_files(folder: Path) -> None:
 def test_one_tensor_is_in_memory_beside_the_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a tensor is read, the tensors read before have been freed."""
+    """At most one tensor is in memory besides the weights: when one is read, those before it are
+    freed."""
     read, alive = CheckpointFiles.read, []
 
     def watched(self: CheckpointFiles, name: str) -> Tensor:
