@@ -1,8 +1,7 @@
-"""Guards on the GPU kernels for steps of published sizes, compiled for Hopper without a GPU.
+"""Check the launches of steps of published sizes, and their kernels compiled for Hopper.
 
-They check that enough loads are in flight for the memory's rate and that loads and products
-overlap. They also check that no launch or byte was added. Measurements on a device are in
-docs/gpu.md.
+Enough bytes must be in flight, loads and products must overlap, and no launch or byte may be added.
+Nothing runs on a device. benchmarks/results/gpu.md has what one measured.
 """
 
 from collections.abc import Iterable
@@ -25,9 +24,9 @@ from benchmarks.gpu.compiled import Hopper, compiled_of  # noqa: E402
 from benchmarks.gpu.ledger import MOST, Line, line_of, lines_of, step_of  # noqa: E402
 
 HOT = {"_attend": 32, "_gate_up": 64, "_down": 64, "_product": 64}
-"""Kernels that take most of a step, each with the minimum N of its wgmma instructions."""
+"""Kernels that take most of a step, and what wgmmas that they have multiply by at least."""
 ENOUGH = 0.8 * MOST
-"""Minimum share of the memory's rate, which 24 KB in flight on each processor reach."""
+"""Of memory's rate, by what is in flight: 24 KB on each processor."""
 At = tuple[str, int, int, int, bool]
 """Model, rows, context, drafts, and whether weights are FP8."""
 STEPS: dict[At, tuple[int, float]] = {
@@ -39,19 +38,19 @@ STEPS: dict[At, tuple[int, float]] = {
     ("v3-slice", 1, 4096, 0, True): (133, 4.44),
     ("v3-slice", 32, 4096, 3, True): (299, 34.07),
 }
-"""Number of launches of each step, and the GB that they move."""
+"""Launches, and GB that they move."""
 COMPILED = [at for at in STEPS if at[1] > 1 or at[4]]
 OFTEN = ("v2-lite", 32, 4096, 3, False), ("v3-slice", 32, 4096, 3, True)
-"""Steps that are checked in every run of the tests: both models, bf16 and FP8."""
+"""Steps that are looked at whenever tests run: both models, and bf16 and FP8."""
 
 
 def at_times(steps: Iterable[At]) -> list[Any]:
-    """Return steps as parameters, marking those that are not in OFTEN as slow."""
+    """Return steps as parameters, of which those that are not in OFTEN are slow."""
     return [pytest.param(at, marks=() if at in OFTEN else pytest.mark.slow) for at in steps]
 
 
 def faults(line: Line) -> list[str]:
-    """Return the faults of a kernel that takes much of a step."""
+    """Of a kernel that takes much of a step."""
     name, made = line.launch.name, line.compiled
     assert made is not None
     told = {
@@ -67,7 +66,7 @@ def faults(line: Line) -> list[str]:
 
 @pytest.mark.parametrize("at", at_times(STEPS), ids=str)
 def test_no_launch_and_no_byte_is_added(at: At) -> None:
-    """If you remove launches or bytes, update the figures here and in docs/gpu.md."""
+    """A change of the numbers changes STEPS, and benchmarks/results/gpu.md."""
     launches, work = step_of(*at)
     gigabytes = sum(one.num_bytes for one in work) / 1e9
     assert (len(launches), round(gigabytes, 2)) == STEPS[at]
@@ -113,7 +112,7 @@ def test_what_guards_notice_takes_longer_by_the_ledgers_rule(options: dict[str, 
 
 @pytest.fixture
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Compile for the GPU with this compute capability, with a separate cache."""
+    """What is compiled is for that one, and kept apart."""
     capability: int = request.param
     monkeypatch.setattr(Hopper, "get_current_target", lambda _: GPUTarget("cuda", capability, 32))
     monkeypatch.setattr(Hopper, "get_current_device", lambda _: capability)
@@ -124,7 +123,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [89, 100], indirect=True)
 def test_l4_and_b200_do_not_hold_what_hopper_does(card: int) -> None:
-    """If you make the kernel fit, enable these GPUs in model/kernels/__init__.py."""
+    """Whoever makes it fit lets them have these kernels (model/kernels/__init__.py)."""
     launches = step_of("v3-slice", 32, 4096, 3, False)[0]
     needed = max(compiled_of(one) for one in launches if one.name == "_attend")
     assert needed > 1024 * {89: 99, 100: 227}[card]
