@@ -1,19 +1,14 @@
-"""Deterministic simulation: a whole cluster in one process and in virtual time.
+"""A whole cluster in one process and in virtual time: one seed decides all that happens.
 
-One seed decides everything that happens. Gateways, controller, supervisors, nodes, engines,
-channels and frames are the product's code. The machine below them is simulated:
-
-- ``loop.py``, ``threads.py``, ``chance.py``: time, threads and randomness.
-- ``net.py``: connections.
-- ``fake_ray.py``, ``actors.py``: Ray.
-- ``wire.py``: the backend of channels.
-- ``lockstep.py``: the collectives of a gang.
-- ``model.py``: the checkpoint.
-
-``world.py`` puts these together. ``clients.py`` sends requests, ``faults.py`` injects faults and
-``checks.py`` checks invariants. ``run.py`` runs one seed. docs/failures.md describes the whole.
+Gateways, controller, supervisors, nodes, engines, channels and frames are those of the product, as
+they are. Below them, in place of the machine: time, chance and threads of the standard library
+(``loop.py``, ``threads.py``, ``chance.py``), connections (``net.py``), Ray (``fake_ray.py``,
+``actors.py``), the backend of channels (``wire.py``), a gang's collectives (``lockstep.py``) and
+the checkpoint (``model.py``). ``world.py`` puts them together, ``clients.py`` asks, ``faults.py``
+is what goes wrong, ``checks.py`` what may not; ``run.py`` is one seed. README.md in this folder
+has the details.
 
     python -m tests.sim --seeds 1000 [--first 1]
     python -m tests.sim --once
-    python -m tests.sim --seed 7 [--log] [--shrink] [--fault FAULT ..]
+    python -m tests.sim --seed 7 [--log] [--shrink] [--fault AT,KIND,NUMBER,SECONDS ..]
 """

@@ -22,7 +22,7 @@ from tests.sim.plants import Plant, read, try_out
 from tests.sim.threads import Threads
 
 NUM_SEEDS, NUM_EDGES = 6, 2
-PAGE = ROOT / "docs" / "failures.md"
+PAGE = ROOT / "tests" / "sim" / "README.md"
 ENDED = "the finally of a process that was killed"
 
 
