@@ -1,1 +1,1 @@
-"""Comparison of all drafters, published in docs/drafters.md."""
+"""Compare all drafters; benchmarks/results/drafters.md has the results."""

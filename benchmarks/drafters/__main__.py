@@ -1,11 +1,11 @@
-"""Measures all drafters and writes the tables and plots of docs/drafters.md.
+"""Compare all drafters; write tables and plots of benchmarks/results/drafters.md.
 
     python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
 
-Results are kept in docs/drafters.json, cell by cell, so that an interrupted run resumes. ``--redo``
-measures some cells again. Cells are lengths, bytes, parts, speeds, ``beside``, lossy and repeated;
-"speeds 8" stands for 8 rows alone. Make MEDUSA-2's checkpoint first, by
-``python -m training.medusa2 --out DIR``. Takes hours on two cores.
+Results are kept in benchmarks/results/drafters.json, cell by cell, so an interrupted run
+continues. --redo measures some again (lengths, bytes, parts, speeds, beside, lossy, repeated;
+"speeds 8" at that number of rows alone). MEDUSA-2's checkpoint is made first, by
+python -m training.medusa2 --out DIR. Hours on two cores.
 """
 
 import argparse
@@ -48,14 +48,14 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="NAME", help="measure only these drafters")
-    add("--redo", nargs="+", default=[], metavar="CELL", help="measure these cells again")
-    add("--skip", nargs="+", default=[], metavar="CELL", help="skip these cells")
+    add("--only", nargs="+", default=[], metavar="NAME", help="of these drafters")
+    add("--redo", nargs="+", default=[], metavar="CELL", help="measure these again")
+    add("--skip", nargs="+", default=[], metavar="CELL", help="leave these for another run")
     add("--medusa2", type=Path, metavar="DIR", help="checkpoint of training.medusa2")
     add("--num-prompts", type=int, default=100)
     add("--max-tokens", type=int, default=128)
     add("--num-threads", type=int, default=2)
-    add("--kept", type=Path, default=KEPT, help="file of results")
+    add("--kept", type=Path, default=KEPT, help="file of what was measured")
     return parser.parse_args()
 
 

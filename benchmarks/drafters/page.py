@@ -1,4 +1,4 @@
-"""Write the measured part of docs/drafters.md and its plots."""
+"""Write the measured part of benchmarks/results/drafters.md, and its plots, from drafters.json."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -6,16 +6,25 @@ from typing import Any
 
 from benchmarks.drafters.arms import CHAIN, MTP
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE, KEPT = DOCS / "drafters.md", DOCS / "drafters.json"
+RESULTS = Path(__file__).parents[1] / "results"
+PAGE, KEPT = RESULTS / "drafters.md", RESULTS / "drafters.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 ROWS = (1, 8, 32)
-TIMED = (
-    "Time per token with so many answers at any time, by that of an engine without a drafter, and "
-    "by load of the best level held (which every second round tells of the others; median of "
-    "rounds, and the error of their mean); of MTP: that ratio by MTP's own with 3 drafts; a chain "
-    "of 3 by MTP's: both in one run, in turns:"
-)
+TEXTS = {"greedy": "(greedy)", "hot": "(T = 0.8)"}
+"""Names of the answers in ``repeated``."""
+TIMES = """### Time per token
+
+One table per number of concurrent answers. The columns:
+
+| column | time per token with |
+| --- | --- |
+| adaptive / none | adaptive draft length, divided by an engine without a drafter |
+| / MTP, n = 3 | the same, divided by MTP's ratio with three fixed drafts |
+| chain of 3 / MTP's | three fixed drafts, divided by MTP's, measured in turns |
+| fixed / none | each draft shape fixed, by its number of drafts, divided by no drafter |
+| adaptive / best fixed | adaptive length, divided by the best fixed shape of the other rounds |
+
+Ratios with an error are medians of rounds, and the error of their mean."""
 TIMES_PLOT = "![time per token](drafters_speeds.png)"
 
 
@@ -38,7 +47,7 @@ def size(num_bytes: float) -> str:
 
 
 def lengths(found: dict[str, Any]) -> str:
-    head = ["drafter", "greedy, n = 3", "greedy, most", "T = 0.8, n = 3", "T = 0.8, most", "alpha"]
+    head = ["drafter", "greedy, n = 3", "greedy, max", "T = 0.8, n = 3", "T = 0.8, max", "alpha"]
     names = "greedy_3", "greedy_most", "hot_3", "hot_most", "alpha"
     rows = [
         [name, *(number(arm["lengths"][one]) for one in names)]
@@ -59,9 +68,9 @@ def costs(found: dict[str, Any]) -> str:
 
 
 def speeds(found: dict[str, Any], num: int) -> str:
-    """Return the table of speeds with ``num`` rows."""
-    head = [f"drafter, {num} rows", "by load, of none", "of MTP, n = 3", "chain of 3, of MTP's"]
-    head += ["held, of none (drafts: time)", "by load of best"]
+    """Return the table of times per token with ``num`` rows."""
+    head = [f"drafter, {num} rows", "adaptive / none", "/ MTP, n = 3", "chain of 3 / MTP's"]
+    head += ["fixed / none (drafts: time)", "adaptive / best fixed"]
     cell = f"speeds {num}"
     mtp = found.get(MTP, {}).get(cell, {}).get("held_of_none")
     rows = []
@@ -82,7 +91,7 @@ def speeds(found: dict[str, Any], num: int) -> str:
 
 
 def bytes_and_minutes(found: dict[str, Any]) -> str:
-    head = ["drafter", "weights", "cache per token", "features of a hand-over", "training, minutes"]
+    head = ["drafter", "weights", "cache per token", "features per hand-over", "training, minutes"]
     rows = [
         [
             name,
@@ -99,9 +108,9 @@ def lossy(found: dict[str, Any]) -> str:
     head = [
         "drafter",
         "acceptance",
-        "tokens a step",
+        "tokens per step",
         "answers that differ",
-        "nats a token of their text",
+        "nats per token of the text",
     ]
     rows = [
         [name, kind, number(one["length"]), f"{one['differ']:.0%}", number(one["nats"], 3)]
@@ -120,16 +129,16 @@ def plot_lengths(found: dict[str, Any]) -> None:
     for i, (one, label) in enumerate(
         (
             ("greedy_3", "greedy, n = 3"),
-            ("greedy_most", "greedy, most"),
+            ("greedy_most", "greedy, max"),
             ("hot_3", "T = 0.8, n = 3"),
         )
     ):
         at = [k + 0.27 * (i - 1) for k in range(len(names))]
         axes.bar(at, [found[name]["lengths"][one] for name in names], 0.25, label=label)
     axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
-    axes.set(ylabel="tokens a step", ylim=(1, None))
+    axes.set(ylabel="tokens per step", ylim=(1, None))
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
-    figure.savefig(DOCS / "drafters_lengths.png", dpi=110)
+    figure.savefig(RESULTS / "drafters_lengths.png", dpi=110)
 
 
 def plot_speeds(found: dict[str, Any]) -> None:
@@ -147,32 +156,39 @@ def plot_speeds(found: dict[str, Any]) -> None:
             )
     axes.axhline(1, color="black", linestyle=":")
     axes.set(
-        xlabel="rows", ylabel="time per token, by load, of no drafts", xscale="log", ylim=(0, None)
+        xlabel="rows", ylabel="time per token, adaptive / no drafts", xscale="log", ylim=(0, None)
     )
     axes.set_xticks(ROWS, [str(num) for num in ROWS])
     axes.legend(fontsize=7)
-    figure.savefig(DOCS / "drafters_speeds.png", dpi=110)
+    figure.savefig(RESULTS / "drafters_speeds.png", dpi=110)
 
 
-def write(kept: dict[str, Any], told: str) -> None:
-    """Write the tables into the page, between its marks."""
+def write(kept: dict[str, Any], source: str) -> None:
+    """Write the tables and plots into the page, between its marks.
+
+    ``source`` is a line with the command, date and machine.
+    """
     found = kept["arms"]
     timed = [num for num in ROWS if any(f"speeds {num}" in arm for arm in found.values())]
     again = kept.get("repeated", {})
-    repeats = ", ".join(f"{share:.2f} {name}" for name, share in again.items())
+    repeats = ", ".join(f"{share:.2f} {TEXTS[name]}" for name, share in again.items())
     parts = [
-        told,
-        "Tokens a step (100 held-out prompts, answers of 128; of their 8-grams the text has had "
-        f"{repeats}):",
+        source,
+        "### Tokens per step",
+        "100 held-out prompts, answers of 128 tokens. Columns: three drafts, and the maximum "
+        "number. Alpha is the share of first drafts that rejection sampling accepts.",
+        f"Share of the answers' 8-grams that the text already contained: {repeats}.",
         lengths(found),
-        "![tokens a step](drafters_lengths.png)",
-        "Time to verify 3 drafts (v; n-grams and MTP: 6) and to make them (c), by that of a plain "
-        "step:",
+        "![tokens per step](drafters_lengths.png)",
+        "### Cost of verification and drafting",
+        "Time to verify three drafts (v; n-gram + MTP: six) and to make them (c), divided by the "
+        "time of a step without drafts.",
         costs(found),
-        *([TIMED, *(speeds(found, num) for num in timed), TIMES_PLOT] if timed else []),
+        *([TIMES, *(speeds(found, num) for num in timed), TIMES_PLOT] if timed else []),
+        "### Size and training",
         bytes_and_minutes(found),
-        "Lossy kinds beside strict (relaxed: top 4, delta 0.3, greedy; typical: epsilon 0.09, "
-        "alpha 0.3, T = 0.8):",
+        "### Lossy acceptance",
+        "Relaxed: top 4, delta 0.3, greedy. Typical: epsilon 0.09, alpha 0.3, T = 0.8.",
         lossy(found),
     ]
     plot_lengths(found)

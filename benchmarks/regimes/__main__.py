@@ -1,7 +1,7 @@
 """When drafts pay, by rows and context: MagicDec's regime model (arXiv 2408.11049) and
 measurements.
 
-    python -m benchmarks.regimes [--json docs/regimes.json] [--plot docs/regimes.png]
+    python -m benchmarks.regimes [--json FILE.json] [--plot FILE.png]
 
 T_T is the time of a plain step, T_V of verifying n drafts, and T_D of making one draft. They are
 fitted to whole steps at FIT. N-grams, which cost almost nothing to draft, give T_V. At TRIED, which
