@@ -16,15 +16,16 @@ TIMES = """### Time per token
 
 One table per number of concurrent answers. The columns:
 
-| column | time per token with |
+| column | meaning |
 | --- | --- |
-| adaptive / none | adaptive draft length, divided by an engine without a drafter |
-| / MTP, n = 3 | the same, divided by MTP's ratio with three fixed drafts |
-| chain of 3 / MTP's | three fixed drafts, divided by MTP's, measured in turns |
-| fixed / none | each draft shape fixed, by its number of drafts, divided by no drafter |
-| adaptive / best fixed | adaptive length, divided by the best fixed shape of the other rounds |
+| adaptive / none | time per token with adaptive length, divided by no drafter |
+| / MTP, n = 3 | the same, divided by MTP's own ratio with three fixed drafts |
+| chain of 3 / MTP's | time per token with three fixed drafts, divided by MTP's, in turns |
+| fixed / none | time per token with each fixed number of drafts, divided by no drafter |
+| adaptive / best fixed | speed with adaptive length, divided by the best fixed number's |
 
-Ratios with an error are medians of rounds, and the error of their mean."""
+The best fixed number is taken from the other half of the rounds. Ratios with an error are medians
+of rounds, and the error of their mean."""
 TIMES_PLOT = "![time per token](drafters_speeds.png)"
 
 
