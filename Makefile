@@ -6,6 +6,7 @@
 # make numerics   the numerical tests with each set of instructions that this processor has
 # make soak   the slow tests, which make test leaves out, make numerics, and kernels with other
 #             versions of Triton
+# make reference   the generated pages in docs/reference/, after a change of what they describe
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
 # What can be set, as in `make test TORCH_CPU_INDEX=`:
@@ -26,7 +27,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py libraries.py router_ties.py staging.py)
 
-.PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto checkpoint clean
+.PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto reference checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -95,6 +96,9 @@ proto: $(READY)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src \
 		tandem/cluster/proto/tandem.proto
 	sed -i '1i # mypy: ignore-errors' cluster/proto/tandem_pb2_grpc.py
+
+reference: $(READY)
+	$(PY) -m tests.reference
 
 checkpoint: $(READY)
 	$(PY) -m training.train --state build/training --max-minutes 67

@@ -1,5 +1,5 @@
-"""Kubernetes and KubeRay accept all of every rendered manifest of deploy/, and wrong fields of any
-kind are found. Kustomizations use only what tests/kustomize.py renders as kubectl does."""
+"""Every manifest of deploy/, rendered, is one that Kubernetes and KubeRay take whole; a wrong field
+of any kind is found. Kustomizations say only what tests/kustomize.py renders, as kubectl does."""
 
 import json
 import re
@@ -20,7 +20,7 @@ FOLDERS = (*OVERLAYS, "checkpoint", "checkpoint-v3")
 COMPONENTS = ("components/gcs-ft", "components/monitoring", "components/any-uid")
 FOR_CHECKPOINTS = "components/any-uid-fetch"
 USERS = {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"}
-"""Fields that OpenShift sets, and rejects if they are outside of the namespace's range."""
+"""Fields that OpenShift fills in, and refuses where they are not of the namespace's range."""
 POD = "/spec/workerGroupSpecs/0/template/spec"
 POD_OF_DEPLOYMENT = "/spec/template/spec"
 
@@ -62,7 +62,7 @@ def test_manifests_need_no_user_id_of_their_own(folder: str) -> None:
 
 
 def keys(node: Any) -> set[str]:
-    """Return every key in a tree of dicts and lists."""
+    """Every name in a tree."""
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     own = set(node) if isinstance(node, dict) else set[str]()
     return own.union(*map(keys, children))
@@ -223,9 +223,9 @@ def test_what_is_not_rendered_is_refused(
 
 
 def test_board_and_alerts_ask_for_what_is_told() -> None:
-    """The dashboard and the alerts use only metrics of docs/metrics.md, which is checked against a
-    scrape elsewhere. No panel overlaps another."""
-    told = set(re.findall(r"tandem_\w+", (DEPLOY.parent / "docs" / "metrics.md").read_text()))
+    """They use metrics of the reference page, which is generated; no panel hides another."""
+    page = DEPLOY.parent / "docs" / "reference" / "metrics.md"
+    told = set(re.findall(r"tandem_\w+", page.read_text()))
     there = {name + end for name in told for end in ("", "_bucket", "_total")}
     monitoring = DEPLOY / "components" / "monitoring"
     texts = [(monitoring / name).read_text() for name in ("tandem.json", "rules.yaml")]
