@@ -6,6 +6,7 @@
 # make numerics   the numerical tests with each set of instructions that this processor has
 # make soak   the slow tests, which make test leaves out, make numerics, and kernels with other
 #             versions of Triton
+# make docs   the documentation site, in build/site
 # make reference   the generated pages in docs/reference/, after a change of what they describe
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
@@ -27,7 +28,7 @@ READY := $(VENV)/.ready
 # Kernels for GPUs are tested in a process of their own, without one.
 INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py libraries.py router_ties.py staging.py)
 
-.PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto reference checkpoint clean
+.PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto docs reference checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -96,6 +97,11 @@ proto: $(READY)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src --grpc_python_out=src \
 		tandem/cluster/proto/tandem.proto
 	sed -i '1i # mypy: ignore-errors' cluster/proto/tandem_pb2_grpc.py
+
+# A broken link or anchor fails, and so does a page that loads anything from another host.
+docs: $(READY)
+	$(VENV)/bin/pip install -q -e '.[docs]' -c deploy/constraints.txt
+	$(PY) -m tests.site
 
 reference: $(READY)
 	$(PY) -m tests.reference
