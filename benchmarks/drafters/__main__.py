@@ -48,14 +48,14 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", default=[], metavar="NAME", help="of these drafters")
-    add("--redo", nargs="+", default=[], metavar="CELL", help="measure these again")
-    add("--skip", nargs="+", default=[], metavar="CELL", help="leave these for another run")
+    add("--only", nargs="+", default=[], metavar="NAME", help="measure only these drafters")
+    add("--redo", nargs="+", default=[], metavar="CELL", help="measure these cells again")
+    add("--skip", nargs="+", default=[], metavar="CELL", help="skip these cells")
     add("--medusa2", type=Path, metavar="DIR", help="checkpoint of training.medusa2")
     add("--num-prompts", type=int, default=100)
     add("--max-tokens", type=int, default=128)
     add("--num-threads", type=int, default=2)
-    add("--kept", type=Path, default=KEPT, help="file of what was measured")
+    add("--kept", type=Path, default=KEPT, help="file of results")
     return parser.parse_args()
 
 

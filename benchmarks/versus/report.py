@@ -62,8 +62,10 @@ def about(results: Sequence[Result]) -> str:
 
 
 def save_plots(folder: Path, results: Sequence[Result], limits: Limits) -> list[Path]:
-    """Time per token against sequences, without drafts and with the best number of them; goodput
-    against the rate of requests."""
+    """Plot the time per token over the number of sequences, and goodput over the request rate.
+
+    Time per token is shown without drafts and with the best number of them.
+    """
     paths = []
     for checkpoint in dict.fromkeys(r.checkpoint for r in results):
         everything = [r for r in results if r.checkpoint == checkpoint]
@@ -130,7 +132,7 @@ def _save_goodput(
 
 
 def curves(results: Sequence[Result]) -> dict[str, dict[int, float]]:
-    """By arm without its drafts: the least time per token for each number of sequences."""
+    """Return the minimum time per token for each number of sequences, by arm without ``-nN``."""
     lines: dict[str, dict[int, float]] = {}
     for result in sorted(results, key=lambda r: r.num_sequences):
         value = result.median(TPOT)

@@ -1,4 +1,4 @@
-"""The HTTP port: probes and figures of a server over a real cluster in this process."""
+"""The HTTP port: probes and metrics of a server over a real cluster in this process."""
 
 import asyncio
 import gzip
@@ -66,7 +66,8 @@ async def served(*sets: str) -> AsyncIterator[tuple[Rig, Server, AsyncClient]]:
 
 
 async def test_counts_are_the_clients_own() -> None:
-    """Of answers with and without drafts, several at once, aborted and refused."""
+    """Metrics equal the clients' counts: with and without drafts, for n > 1, aborted and
+    refused."""
     async with served() as (_, server, client):
         asked = [
             {"prompt": f"def f{i}(", "max_tokens": 5 + i, "ignore_eos": True, "n": 1 + i % 2}
@@ -111,7 +112,7 @@ async def _pieces(client: AsyncClient, **asked: object) -> list[object]:
 
 @asynccontextmanager
 async def unread(*sets: str) -> AsyncIterator[tuple[Rig, Server]]:
-    """A long answer whose client reads one message."""
+    """Start a long answer whose client reads only one message."""
     async with (
         served(*sets) as (cluster, server, _),
         grpc.aio.insecure_channel(server.address, NARROW) as channel,
@@ -127,7 +128,7 @@ def number(found: Samples, name: str, **labels: str) -> float:
 
 
 async def test_every_answer_that_was_let_in_ends_in_one_counter() -> None:
-    """Whether it was complete, aborted, or left by its client, with and without a token."""
+    """Covers answers that finish, are aborted, or lose their client, with and without a token."""
     async with served("decode.max_num_seqs=1", "kv.num_pages=40") as (cluster, server, client):
         how = {"max_tokens": 900, "ignore_eos": True}
         running = client.generate("abc", **how)
@@ -199,7 +200,7 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
 
 
 async def server_refreshed(cluster: Rig, num: int) -> None:
-    """Wait for a heartbeat that counts so many lost steps."""
+    """Wait for a heartbeat that counts ``num`` steps without drafts."""
     [rank] = [rank for rank in cluster.gateway.fleet.ranks.values() if rank.info.frames]
     await until(lambda: rank.heartbeat.load.counters["num_draftless_steps"] == num)
 
@@ -221,7 +222,7 @@ async def test_probes_say_what_health_says() -> None:
 
 
 async def test_a_loop_that_hangs_is_not_alive() -> None:
-    """Who asks it here keeps it from turning."""
+    """This blocking socket call keeps the server's event loop from running."""
     async with served() as (_, server, _):
         host, _, port = str(server.addresses["http"]).rpartition(":")
         with socket.create_connection((host, int(port))) as asker:
@@ -248,7 +249,7 @@ async def test_who_speaks_another_protocol_is_sent_away() -> None:
 
 
 async def test_ranks_and_gangs_by_name() -> None:
-    """A name may hold what the format gives a meaning."""
+    """A name may contain characters that have a meaning in the text format."""
     odd = 'de"co\\de\n0'
     async with served() as (cluster, server, _):
         prefill, decode = cluster.members.membership.gangs
@@ -280,7 +281,7 @@ PROMETHEUS_3 = (
     "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2"
 )
 OPEN, PLAIN = "application/openmetrics-text; version=1.0.0", "text/plain; version=0.0.4"
-"""What a scraper gets that knows OpenMetrics, and one that says nothing."""
+"""Content types for a scraper that knows OpenMetrics, and for one that sends no Accept header."""
 
 
 FORMATS = {
@@ -293,11 +294,11 @@ FORMATS = {
     "*/*": PLAIN,
     "": PLAIN,
 }
-"""By what a scraper says that it takes."""
+"""Content type by the scraper's Accept header."""
 
 
 async def test_a_scraper_gets_a_format_that_it_knows() -> None:
-    """By prometheus_client's own parsers; all formats say the same."""
+    """prometheus_client's parsers read each format, and all formats have the same names."""
     async with served() as (_, server, client):
         await client.complete("abc", max_tokens=6, ignore_eos=True)
         for accept, expected in FORMATS.items():

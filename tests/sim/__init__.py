@@ -1,4 +1,4 @@
-"""A whole cluster in one process and in virtual time: one seed decides all that happens.
+"""Deterministic simulation: a whole cluster in one process and in virtual time.
 
 Gateways, controller, supervisors, nodes, engines, channels and frames are those of the product, as
 they are. Below them, in place of the machine: time, chance and threads of the standard library
@@ -10,5 +10,5 @@ has the details.
 
     python -m tests.sim --seeds 1000 [--first 1]
     python -m tests.sim --once
-    python -m tests.sim --seed 7 [--log] [--shrink] [--fault AT,KIND,NUMBER,SECONDS ..]
+    python -m tests.sim --seed 7 [--log] [--shrink] [--fault FAULT ..]
 """

@@ -24,9 +24,9 @@ from benchmarks.gpu.compiled import Hopper, compiled_of  # noqa: E402
 from benchmarks.gpu.ledger import MOST, Line, line_of, lines_of, step_of  # noqa: E402
 
 HOT = {"_attend": 32, "_gate_up": 64, "_down": 64, "_product": 64}
-"""Kernels that take most of a step, and what wgmmas that they have multiply by at least."""
+"""Kernels that take most of a step, each with the minimum N of its wgmma instructions."""
 ENOUGH = 0.8 * MOST
-"""Of memory's rate, by what is in flight: 24 KB on each processor."""
+"""Minimum share of the memory's rate, which 24 KB in flight on each processor reach."""
 At = tuple[str, int, int, int, bool]
 """Model, rows, context, drafts, and whether weights are FP8."""
 STEPS: dict[At, tuple[int, float]] = {
@@ -38,19 +38,19 @@ STEPS: dict[At, tuple[int, float]] = {
     ("v3-slice", 1, 4096, 0, True): (133, 4.44),
     ("v3-slice", 32, 4096, 3, True): (299, 34.07),
 }
-"""Launches, and GB that they move."""
+"""Number of launches of each step, and the GB that they move."""
 COMPILED = [at for at in STEPS if at[1] > 1 or at[4]]
 OFTEN = ("v2-lite", 32, 4096, 3, False), ("v3-slice", 32, 4096, 3, True)
-"""Steps that are looked at whenever tests run: both models, and bf16 and FP8."""
+"""Steps that are checked in every run of the tests: both models, bf16 and FP8."""
 
 
 def at_times(steps: Iterable[At]) -> list[Any]:
-    """Return steps as parameters, of which those that are not in OFTEN are slow."""
+    """Return steps as parameters, marking those that are not in OFTEN as slow."""
     return [pytest.param(at, marks=() if at in OFTEN else pytest.mark.slow) for at in steps]
 
 
 def faults(line: Line) -> list[str]:
-    """Of a kernel that takes much of a step."""
+    """Return the faults of a kernel that takes much of a step."""
     name, made = line.launch.name, line.compiled
     assert made is not None
     told = {
@@ -112,7 +112,7 @@ def test_what_guards_notice_takes_longer_by_the_ledgers_rule(options: dict[str, 
 
 @pytest.fixture
 def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """What is compiled is for that one, and kept apart."""
+    """Compile for the GPU with this compute capability, with a separate cache."""
     capability: int = request.param
     monkeypatch.setattr(Hopper, "get_current_target", lambda _: GPUTarget("cuda", capability, 32))
     monkeypatch.setattr(Hopper, "get_current_device", lambda _: capability)
@@ -123,7 +123,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
 @pytest.mark.slow
 @pytest.mark.parametrize("card", [89, 100], indirect=True)
 def test_l4_and_b200_do_not_hold_what_hopper_does(card: int) -> None:
-    """Whoever makes it fit lets them have these kernels (model/kernels/__init__.py)."""
+    """If you make the kernel fit, enable these GPUs in model/kernels/__init__.py."""
     launches = step_of("v3-slice", 32, 4096, 3, False)[0]
     needed = max(compiled_of(one) for one in launches if one.name == "_attend")
     assert needed > 1024 * {89: 99, 100: 227}[card]

@@ -1,5 +1,5 @@
-"""Every manifest of deploy/, rendered, is one that Kubernetes and KubeRay take whole; a wrong field
-of any kind is found. Kustomizations say only what tests/kustomize.py renders, as kubectl does."""
+"""Kubernetes and KubeRay accept all of every rendered manifest of deploy/, and wrong fields of any
+kind are found. Kustomizations use only what tests/kustomize.py renders as kubectl does."""
 
 import json
 import re
@@ -20,7 +20,7 @@ FOLDERS = (*OVERLAYS, "checkpoint", "checkpoint-v3")
 COMPONENTS = ("components/gcs-ft", "components/monitoring", "components/any-uid")
 FOR_CHECKPOINTS = "components/any-uid-fetch"
 USERS = {"runAsUser", "runAsGroup", "fsGroup", "supplementalGroups"}
-"""Fields that OpenShift fills in, and refuses where they are not of the namespace's range."""
+"""Fields that OpenShift sets, and rejects if they are outside of the namespace's range."""
 POD = "/spec/workerGroupSpecs/0/template/spec"
 POD_OF_DEPLOYMENT = "/spec/template/spec"
 
@@ -62,7 +62,7 @@ def test_manifests_need_no_user_id_of_their_own(folder: str) -> None:
 
 
 def keys(node: Any) -> set[str]:
-    """Every name in a tree."""
+    """Return every key in a tree of dicts and lists."""
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     own = set(node) if isinstance(node, dict) else set[str]()
     return own.union(*map(keys, children))
