@@ -46,7 +46,8 @@ class LocalHandover:
             self._tasks.start(call_rank(control, "release", release, Empty, self._deadlines.call_s))
 
     async def _seal(self, identity: Identity, control: Control) -> m.Seal:
-        num_tokens, waits = 0, self._deadlines
+        num_tokens = 0
+        waits = self._deadlines
         while True:
             pull = m.Pull(identity, num_tokens, waits.wait_s)
             ready = await call_rank(control, "pull", pull, m.PullReply, waits.wait_s + waits.call_s)
@@ -68,8 +69,11 @@ class ColocatedRank:
     """A prefill and a decode rank that share model, pages and engine thread."""
 
     def __init__(self, prefill: PrefillRank, decode: DecodeRank) -> None:
-        self.prefill, self.decode = prefill, decode
-        self.spec, self.info, self.loop = decode.spec, decode.info, decode.loop
+        self.prefill = prefill
+        self.decode = decode
+        self.spec = decode.spec
+        self.info = decode.info
+        self.loop = decode.loop
 
     @property
     def num_sequences(self) -> int:
@@ -88,10 +92,8 @@ async def build(parts: RankParts) -> ColocatedRank:
     """Create a rank that runs both engines on one thread, and serve its frames."""
     kv_receiver = LocalHandover(parts.config.kv_transfer.lease_s)
     decode = DecodeRank(parts, kv_receiver, lambda owner, epoch: control)
-    get_grant, use_prefix_pages = (
-        decode.engine.scheduler.get_grant,
-        decode.engine.scheduler.use_prefix_pages,
-    )
+    get_grant = decode.engine.scheduler.get_grant
+    use_prefix_pages = decode.engine.scheduler.use_prefix_pages
     pages = DecodeRowPages(
         parts.pool, parts.loaded.lag, lambda one: get_grant(one).pages, use_prefix_pages
     )

@@ -308,5 +308,6 @@ def describe_keys() -> str:
         (name, f"{format_value(field.default)} ({format_type(field.annotation)})", field)
         for name, field in iter_keys()
     ]
-    wide, wider = max(len(row[0]) for row in rows), max(len(row[1]) for row in rows)
+    wide = max(len(row[0]) for row in rows)
+    wider = max(len(row[1]) for row in rows)
     return "\n".join(f"{a:<{wide}}  {b:<{wider}}  {field.description}" for a, b, field in rows)

@@ -2,7 +2,9 @@
 
 from typing import Protocol
 
-EAGER, RECORDED, CAPTURED = "eager", "recorded", "captured"
+EAGER = "eager"
+RECORDED = "recorded"
+CAPTURED = "captured"
 """EAGER: executed by Python on every call. RECORDED: recorded by the first call, replayed without
 Python. CAPTURED: a device graph, captured in advance."""
 

@@ -59,9 +59,13 @@ class DecodeEngine:
         on_grant: Callable[[Identity], None],
         planner: Planner[Proposal, StepPlan] | None = None,
     ) -> None:
-        loaded, pool, config = parts.loaded, parts.pool, parts.config
-        max_rows, device_type = config.decode.max_num_seqs, loaded.device.type
-        self._on_updates, self._on_grant = on_updates, on_grant
+        loaded = parts.loaded
+        pool = parts.pool
+        config = parts.config
+        max_rows = config.decode.max_num_seqs
+        device_type = loaded.device.type
+        self._on_updates = on_updates
+        self._on_grant = on_grant
         self._levels = levels = parts.draft_shapes
         eos_ids = loaded.config.eos_token_ids
         self.scheduler = Scheduler(pool, max_rows, levels, loaded.max_model_len, eos_ids)
@@ -80,7 +84,8 @@ class DecodeEngine:
         self._in_flight: deque[InFlightStep] = deque()
         self._at_risk: dict[Identity, RunningSequence] = {}
         self._updates: list[SequenceUpdate] = []
-        self._crash_journal, self._counters = parts.loop.crash_journal, parts.counters
+        self._crash_journal = parts.loop.crash_journal
+        self._counters = parts.counters
         self._counters["num_preempted"] = self._counters["num_non_finite"] = 0
         self.num_steps = 0
         self.step_s = self.program_s = 0.0
@@ -166,10 +171,8 @@ class DecodeEngine:
 
     def _fail_sequences(self, sequences: Iterable[RunningSequence], error: Exception) -> None:
         for sequence in sequences:
-            identity, kind = (
-                sequence.identity,
-                PoisonRequest if sequence.num_isolated_steps else StepFailed,
-            )
+            identity = sequence.identity
+            kind = PoisonRequest if sequence.num_isolated_steps else StepFailed
             if self.scheduler.drop(identity):
                 failure = to_failure(kind(f"{identity}: a decode step failed: {error!r}"))
                 self._updates.append(SequenceUpdate(identity, (), ERROR, failure=failure))
@@ -221,7 +224,8 @@ class DecodeEngine:
 
     def _proposal(self, sequences: list[RunningSequence]) -> Proposal:
         """Return the rank's proposal, with the report of the step read last unless already sent."""
-        report, self._report = self._report, None
+        report = self._report
+        self._report = None
         uncapturable = tuple(self.programs.uncapturable)
         has_pending_work = bool(self.scheduler.sequences or self.scheduler.num_waiting)
         fields = {
@@ -277,7 +281,9 @@ class DecodeEngine:
 
     def _publish_updates(self) -> None:
         """Publish the updates of this iteration. Sequences in flight stay in the crash journal."""
-        updates, self._updates, self._at_risk = self._updates, [], {}
+        updates = self._updates
+        self._updates = []
+        self._at_risk = {}
         self._record_in_flight(
             [sequence for step in self._in_flight for sequence in step.sequences]
         )

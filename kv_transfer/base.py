@@ -80,8 +80,10 @@ class Channel:
     """
 
     def __init__(self, transport: Transport, name: str, timeout_s: float) -> None:
-        self.name, self.timeout_s = name, timeout_s
-        self.num_transfers, self.requested_chunks = 0, deque(range(-64, 0), maxlen=64)
+        self.name = name
+        self.timeout_s = timeout_s
+        self.num_transfers = 0
+        self.requested_chunks = deque(range(-64, 0), maxlen=64)
         self.terminal = uncancellable_future()
         self.failure: Exception | None = None
         self._transport = transport
@@ -142,7 +144,8 @@ class Channel:
         late_s = 2 * self.timeout_s
         text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
         watch = threading.Timer(late_s, log.error, (text, self.name, late_s, self.failure))
-        watch.name, watch.daemon = f"channel-end-{self.name}", True
+        watch.name = f"channel-end-{self.name}"
+        watch.daemon = True
         watch.start()
         self.terminal.add_done_callback(lambda _: watch.cancel())
 

@@ -26,7 +26,8 @@ def default_num_pages(
         ValueError: The GPU's memory is too small for one sequence of the maximum length.
     """
     num_ahead = 2 * (config.speculation.max_depth + 1)
-    page_size, max_rows = config.kv.page_size, config.decode.max_num_seqs
+    page_size = config.kv.page_size
+    max_rows = config.decode.max_num_seqs
     if device.type == "cpu":
         per_row = min(max_sequence_tokens, DEFAULT_TOKENS_PER_ROW) + num_ahead
         num_tokens = max(max_rows * per_row, max_sequence_tokens + num_ahead)

@@ -84,7 +84,8 @@ class PagedCaches:
     def gather(self, span: Span, out: Tensor, event: DeviceEvent | None = None) -> None:
         """Copy the entries of ``span`` to ``out``, a ``staging_view``, after ``event``."""
         with self.on_copy_stream(event):
-            rows, slots_T = _widest_view(out), self.slots_T(span)
+            rows = _widest_view(out)
+            slots_T = self.slots_T(span)
             here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, True)
             if here is not rows:
@@ -93,7 +94,8 @@ class PagedCaches:
     def scatter(self, span: Span, data: Tensor) -> None:
         """Copy ``data``, shaped as ``staging_view`` returns it, to the entries of ``span``."""
         with self.on_copy_stream(None):
-            rows, slots_T = _widest_view(data), self.slots_T(span)
+            rows = _widest_view(data)
+            slots_T = self.slots_T(span)
             here = rows.to(self.device, non_blocking=True)
             self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
 
@@ -131,7 +133,8 @@ def staging_view(span: Span, buffer: Buffer) -> Tensor:
 
     Its shape is uint8 ``[num_layers, num_tokens, bytes_per_token]``.
     """
-    group, num_tokens = span.group, span.hi - span.lo
+    group = span.group
+    num_tokens = span.hi - span.lo
     num_bytes = num_tokens * group.bytes_per_token_all_layers
     shape = (group.num_layers, num_tokens, group.bytes_per_token)
     return buffer.bytes[:num_bytes].view(shape)

@@ -68,7 +68,8 @@ class ChannelFactory:
         return self._make(address, nonce, peer, rank=1)
 
     def _make(self, address: str, nonce: str, peer: str, rank: int) -> Channel:
-        name, ends_at = f"{self.backend}:{peer}", time.monotonic() + self.timeout_s
+        name = f"{self.backend}:{peer}"
+        ends_at = time.monotonic() + self.timeout_s
         try:
             host, _, port = address.rpartition(":")
             store = store_client(host, int(port), self.timeout_s, nonce)

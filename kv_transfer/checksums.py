@@ -69,7 +69,8 @@ async def verify_checksums(pull: "PullState") -> None:
 
     Raises HandoverError if they differ.
     """
-    endpoint, offer = pull.endpoint, pull.offer
+    endpoint = pull.endpoint
+    offer = pull.offer
     reply: Checksums = await pull.link.call(
         "checksums", offer.identity, Checksums, endpoint.deadlines.progress_s
     )
@@ -98,7 +99,8 @@ def compute_checksums(
 
 
 def _checksum_parts(caches: PagedCaches, span: Span, size: int) -> Tensor:
-    slots_T, first = caches.slots_T(span), 0
+    slots_T = caches.slots_T(span)
+    first = 0
     num_parts = -(-len(slots_T) // size)
     sum_N = torch.zeros(num_parts, dtype=torch.int64, device=caches.device)
     word = torch.int64 if span.group.bytes_per_token % 8 == 0 else torch.uint8

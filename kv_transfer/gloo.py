@@ -16,7 +16,8 @@ class GlooBackend:
     device = "cpu"
 
     def __init__(self, host: str, timeout_s: float) -> None:
-        self._host, self._timeout_s = host, timeout_s
+        self._host = host
+        self._timeout_s = timeout_s
 
     def join(self, store: Store, rank: int) -> Transport:
         """Join as ``rank`` 0 or 1. Raises RuntimeError if the other end does not join in time."""

@@ -113,7 +113,8 @@ class OfferBook:
         if entry is None:
             return
         assert entry.seal is None, f"{identity} was sealed before"
-        before, num_pages = entry.computed, len(entry.computed.pages)
+        before = entry.computed
+        num_pages = len(entry.computed.pages)
         assert now.pages[:num_pages] == before.pages, f"{identity}: pages were exchanged"
         shrank = f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
         assert now.num_tokens >= before.num_tokens, shrank

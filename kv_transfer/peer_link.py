@@ -116,7 +116,9 @@ class PeerLink:
             SequenceEnded: The prefill rank no longer offers the sequence.
             StalePages: The prefill rank's pages have another owner.
         """
-        data, staging, channel = staging_view(span, buffer).flatten(), self.endpoint.staging, None
+        data = staging_view(span, buffer).flatten()
+        staging = self.endpoint.staging
+        channel = None
         try:
             managed, channel = await self.ensure_channel()
             where = span.group.name, span.lo, span.hi
@@ -157,7 +159,8 @@ class PeerLink:
             raise HandoverError(f"{self.owner}: {method}: {error}") from error
 
     async def _connect(self, nonce: str) -> Channel:
-        channel_factory, layout = self.endpoint.channel_factory, self.endpoint.caches.layout
+        channel_factory = self.endpoint.channel_factory
+        layout = self.endpoint.caches.layout
         hello = Connect(
             *self.local_rank, nonce, channel_factory.backend, layout.compatibility_facts()
         )

@@ -62,7 +62,8 @@ class PullState:
             HandoverError: The number of pulled tokens differs from the offered one.
             StalePages: The generation of a page changed after it was read.
         """
-        identity, offered = self.offer.identity, self.offer.num_tokens
+        identity = self.offer.identity
+        offered = self.offer.num_tokens
         if self.num_pulled != offered:
             raise HandoverError(
                 f"{identity}: sealed at {self.num_pulled} tokens, {offered} were offered"
@@ -81,10 +82,8 @@ class PullState:
         ``seconds`` is the time during which chunks were in flight, including the prefill rank's
         copies from its pages.
         """
-        num_bytes, backend = (
-            sum(reply.num_bytes for reply in self.replies),
-            self.endpoint.channel_factory.backend,
-        )
+        num_bytes = sum(reply.num_bytes for reply in self.replies)
+        backend = self.endpoint.channel_factory.backend
         return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
 
     async def fetch(self, span: Span) -> None:

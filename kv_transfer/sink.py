@@ -148,7 +148,8 @@ class Sink:
         await link.ensure_channel()
 
     async def _follow(self, pull: PullState) -> m.Seal:
-        patience_s, now = self._endpoint.deadlines.progress_s, asyncio.get_running_loop().time
+        patience_s = self._endpoint.deadlines.progress_s
+        now = asyncio.get_running_loop().time
         wait_s = min(self._endpoint.deadlines.wait_s, patience_s)
         give_up_at = now() + patience_s
         while True:
@@ -168,7 +169,9 @@ class Sink:
                 )
 
     async def _fetch(self, pull: PullState, ready: m.PullReply) -> None:
-        lo, hi, chunk_bytes = pull.num_pulled, ready.num_tokens, self._endpoint.staging.chunk_bytes
+        lo = pull.num_pulled
+        hi = ready.num_tokens
+        chunk_bytes = self._endpoint.staging.chunk_bytes
         try:
             async with asyncio.TaskGroup() as fetches:
                 for group in self._layout.groups:

@@ -37,7 +37,8 @@ class Source:
         self._layout = endpoint.caches.layout
         loop = asyncio.get_running_loop()
         self._book = OfferBook(endpoint.config.lease_s, loop.time)
-        self._channels, self._checksums = AcceptedChannels(endpoint), PageChecksums(endpoint.caches)
+        self._channels = AcceptedChannels(endpoint)
+        self._checksums = PageChecksums(endpoint.caches)
         self._post = loop.call_soon_threadsafe
         every_s = min(self._book.lease_s, endpoint.deadlines.idle_s) / 4
         self._sweeper = asyncio.create_task(run_periodically(every_s, self._sweep))
@@ -88,7 +89,8 @@ class Source:
             num_tokens: Number of computed tokens.
             seal: Given with the last tokens; the decode rank receives both in one reply.
         """
-        caches, pool = self._endpoint.caches, self._endpoint.caches.pool
+        caches = self._endpoint.caches
+        pool = self._endpoint.caches.pool
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = ComputedPrefix(
@@ -153,7 +155,8 @@ class Source:
         ):
             raise HandoverError(f"chunk {message.number} was requested already")
         channel.requested_chunks.append(message.number)
-        span, buffer = self._span(message), await self._endpoint.staging.reserve(channel.timeout_s)
+        span = self._span(message)
+        buffer = await self._endpoint.staging.reserve(channel.timeout_s)
         try:
             data = staging_view(span, buffer)
             first_page, generations = await self._read(message, span, data)
@@ -185,10 +188,8 @@ class Source:
 
         Raises HandoverError if it is not computed yet or larger than a staging buffer.
         """
-        group, computed = (
-            self._layout.group(message.group),
-            self._book.get_open(message.identity).computed,
-        )
+        group = self._layout.group(message.group)
+        computed = self._book.get_open(message.identity).computed
         if not 0 <= message.lo < message.hi <= computed.num_tokens:
             raise HandoverError(
                 f"tokens [{message.lo}, {message.hi}) asked for, {computed.num_tokens} computed"
@@ -205,7 +206,8 @@ class Source:
         Runs in parallel with prefill steps, which write other entries. The copy is valid if the
         pages have not changed hands when it is complete, so generations are checked afterwards.
         """
-        caches, computed = self._endpoint.caches, self._book.get_open(message.identity).computed
+        caches = self._endpoint.caches
+        computed = self._book.get_open(message.identity).computed
         size = caches.pool.page_size
         first, last = message.lo // size, -(-message.hi // size)
         reading = self._endpoint.copier.submit(caches.gather, span, out, computed.event)

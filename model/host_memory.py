@@ -4,7 +4,9 @@ import ctypes
 import logging
 
 log = logging.getLogger(__name__)
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 _MALLOC_OPTIONS = {_M_MMAP_THRESHOLD: 32 << 20, _M_TRIM_THRESHOLD: 1 << 30, _M_ARENA_MAX: 1}
 """Values for mallopt: reuse blocks up to 32 MiB, keep up to 1 GiB of freed memory, use one arena
 for all threads."""

@@ -88,7 +88,8 @@ class LoadedModel:
 
     def allocate_caches(self, num_pages: int, page_size: int) -> Caches:
         """Allocate zeroed caches. Slots that are read before any write are therefore finite."""
-        shape, kind = (num_pages, page_size), (self.dtype, self.device)
+        shape = (num_pages, page_size)
+        kind = (self.dtype, self.device)
         return {
             group.name: [
                 allocate_zeros((*shape, group.width), *kind) for _ in range(group.num_layers)
@@ -120,7 +121,8 @@ def load_model(
     Raises:
         ValueError: The user can fix the cause: path, files, dtype, lengths, drafter or ranks.
     """
-    section, path = config.of_kind(kind), config.model.path.resolve()
+    section = config.of_kind(kind)
+    path = config.model.path.resolve()
     torch.set_num_threads(section.num_threads)
     if section.device == "cpu":
         keep_freed_memory()

@@ -78,7 +78,9 @@ class CallClient(Control):
     """
 
     def __init__(self, name: str, epoch: int, bootstrap: Control) -> None:
-        self._name, self._epoch, self._bootstrap = name, epoch, bootstrap
+        self._name = name
+        self._epoch = epoch
+        self._bootstrap = bootstrap
         self._writer: asyncio.StreamWriter | None = None
         self._opening = asyncio.Lock()
         self._numbers = count()

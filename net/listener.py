@@ -35,7 +35,8 @@ class Listener:
     """
 
     def __init__(self, host: str, num_bytes: int, serve: ServeConnection) -> None:
-        self._host, self._serve = host, serve
+        self._host = host
+        self._serve = serve
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._handshakes = PendingHandshakes[asyncio.StreamWriter](

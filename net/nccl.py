@@ -43,7 +43,8 @@ def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = N
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)
     if max_ctas is not None:
-        options.config.max_ctas, options.is_high_priority_stream = max_ctas, True
+        options.config.max_ctas = max_ctas
+        options.is_high_priority_stream = True
     return dist.ProcessGroupNCCL(store, rank, num_ranks, options)
 
 

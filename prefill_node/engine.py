@@ -89,11 +89,13 @@ class PrefillEngine:
         pages: PageSource | None = None,
         planner: Planner[int, int] | None = None,
     ) -> None:
-        self._loaded, self._caches = parts.loaded, parts.caches
+        self._loaded = parts.loaded
+        self._caches = parts.caches
         self._page_size = parts.pool.page_size
         self._on_progress = on_progress
         self._on_failed = on_failed
-        self._crash_journal, self._counters = parts.loop.crash_journal, parts.counters
+        self._crash_journal = parts.loop.crash_journal
+        self._counters = parts.counters
         self._counters["num_non_finite"] = 0
         self._chunks: list[Chunk] = []
         max_batch_tokens = parts.config.prefill.max_num_batched_tokens
@@ -190,7 +192,8 @@ class PrefillEngine:
         Logits are computed only for the last tokens of prompts that end in this step. Yields one
         result for each of these prompts.
         """
-        network, segments = self._loaded.network, inputs.batch.segments
+        network = self._loaded.network
+        segments = inputs.batch.segments
         assert segments is not None, "a packed batch has segments"
         drafter = self._loaded.drafter
         hidden_1TD, features_1TF = network.forward_with_taps(
@@ -276,7 +279,8 @@ def _logprobs(
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
     """Build the sampling settings of ``requests``, one row each."""
-    settings, rules = [request.sampling for request in requests], None
+    settings = [request.sampling for request in requests]
+    rules = None
     if any(one.adjusts_logits for one in settings):
         rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
         for row, request in enumerate(requests):

@@ -27,7 +27,8 @@ class PageSource:
             ValueError: The prompt exceeds the pool.
             HandoverError: The decode row of the sequence is gone (DecodeRowPages).
         """
-        num_pages, max_pages = self.pool.num_pages_for(num_tokens), self.pool.num_pages - 1
+        num_pages = self.pool.num_pages_for(num_tokens)
+        max_pages = self.pool.num_pages - 1
         if num_pages > max_pages:
             raise ValueError(
                 f"prompt: needs {num_pages} pages of this node's {max_pages}; shorten it or raise "
@@ -64,10 +65,12 @@ class DecodeRowPages(PageSource):
         self, pool: PagePool, lag: int, pages_of: PagesOf, use_prefix_pages: UsePrefixPages
     ) -> None:
         super().__init__(pool, lag)
-        self._pages_of, self._use_prefix_pages = pages_of, use_prefix_pages
+        self._pages_of = pages_of
+        self._use_prefix_pages = use_prefix_pages
 
     def check_fits(self, identity: Identity, num_tokens: int) -> None:
-        num_held, num_pages = len(self._pages_of(identity)), self.pool.num_pages_for(num_tokens)
+        num_held = len(self._pages_of(identity))
+        num_pages = self.pool.num_pages_for(num_tokens)
         assert num_held >= num_pages, f"{identity}: {num_pages} pages needed, {num_held} held"
 
     def allocate(self, identity: Identity, token_ids: Sequence[int]) -> tuple[list[int], int]:

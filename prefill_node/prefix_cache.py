@@ -69,7 +69,8 @@ class PrefixCache:
 
     def keys(self, token_ids: Sequence[int]) -> Iterator[PageKey]:
         """Yield the keys of the full pages whose next ``lag`` tokens are known, in page order."""
-        page_size, lag = self._pool.page_size, self._lag
+        page_size = self._pool.page_size
+        lag = self._lag
         ends = range(page_size, len(token_ids) - lag + 1, page_size)
         later = (tuple(token_ids[end : end + lag]) for end in ends)
         return zip(prefix_digests(token_ids, page_size), later, strict=False)

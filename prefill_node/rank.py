@@ -32,12 +32,15 @@ class PrefillRank:
     """
 
     def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
-        self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
+        self.spec = parts.spec
+        self.pool = parts.pool
+        self.loop = parts.loop
         self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
         self.source = Source(parts.transfer_endpoint())
         self.info = parts.info()
         self._handover_hidden = parts.config.speculation.handover_hidden
-        self._counters, self._kernels = parts.counters, parts.loaded.kernels.name
+        self._counters = parts.counters
+        self._kernels = parts.loaded.kernels.name
         self._rows = ComputedRows(parts.loop, parts.loaded.dispatch)
         self._callers: dict[Identity, asyncio.Future[Progress]] = {}
         self._asyncio = asyncio.get_running_loop()
@@ -74,7 +77,8 @@ class PrefillRank:
 
         Called on the engine thread.
         """
-        sequence, seal = progress.sequence, None
+        sequence = progress.sequence
+        seal = None
         if progress.first_token is not None:
             seal = Seal(progress.first_token, *self._pack_features(progress.features_F))
         self.source.advance(sequence.identity, sequence.pages, sequence.num_computed, seal)
@@ -149,7 +153,8 @@ class PrefillRank:
         )
 
     def _load(self) -> RankLoad:
-        scheduler, counts = self.engine.scheduler, self.source.counts()
+        scheduler = self.engine.scheduler
+        counts = self.source.counts()
         return RankLoad(
             num_active_rows=scheduler.num_waiting + scheduler.num_queued,
             num_free_tokens=self.pool.num_free_tokens,

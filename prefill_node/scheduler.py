@@ -48,7 +48,8 @@ class Scheduler:
     """
 
     def __init__(self, pages: PageSource, max_batch_tokens: int, min_last_chunk: int = 1) -> None:
-        self._pages, self._min_last_chunk = pages, min_last_chunk
+        self._pages = pages
+        self._min_last_chunk = min_last_chunk
         self._pool = pages.pool
         self._max_batch_tokens = max_batch_tokens
         self._queue = TurnQueue[PrefillSequence]()

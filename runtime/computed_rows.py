@@ -18,7 +18,8 @@ class ComputedRows:
     """
 
     def __init__(self, loop: EngineLoop, dispatch: Dispatch) -> None:
-        self._loop, self._dispatch = loop, dispatch
+        self._loop = loop
+        self._dispatch = dispatch
         self._latest: tuple[int, ...] = ()
         self._next_at = 0.0
 

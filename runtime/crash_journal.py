@@ -68,7 +68,8 @@ class CrashJournal:
             assert len(data) <= _NUM_BYTES - _LENGTH.size, "a request id is longer than is let in"
             target[: _LENGTH.size] = _LENGTH.pack(0)
             target[_LENGTH.size : _LENGTH.size + len(data)] = data
-            self._recorded, self._num_bytes = now, len(data)
+            self._recorded = now
+            self._num_bytes = len(data)
         target[: _LENGTH.size] = _LENGTH.pack(self._num_bytes if everyone else 0)
 
     def close(self) -> None:

@@ -53,7 +53,8 @@ class RankParts:
 
     def transfer_caches(self) -> transfer.PagedCaches:
         """Return the caches as the KV transfer sees them; the memory is shared."""
-        loaded, asked = self.loaded, self.config.speculation
+        loaded = self.loaded
+        asked = self.config.speculation
         num_features = loaded.drafter.num_handover_features if asked.handover_hidden else 0
         what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
@@ -68,7 +69,8 @@ class RankParts:
 
     def info(self) -> RankInfo:
         """Return the rank's description for the cluster."""
-        config, loaded = self.config, self.loaded
+        config = self.config
+        loaded = self.loaded
         form = "" if self.spec.kind == PREFILL else f", {loaded.exec_mode}"
         return RankInfo(
             spec=self.spec,
@@ -148,9 +150,11 @@ async def start_rank(
         EpochEnded: The ranks of the gang do not meet.
     """
     module = await asyncio.to_thread(import_module, builder)
-    config, loaded = resident_model.config, resident_model.loaded
+    config = resident_model.config
+    loaded = resident_model.loaded
     pool = PagePool(resident_model.num_pages, config.kv.page_size)
-    crash_journal, compile_s = CrashJournal(crash_journal_path), loaded.kernels.compile_s
+    crash_journal = CrashJournal(crash_journal_path)
+    compile_s = loaded.kernels.compile_s
     # A rank that is compiling kernels does not count as stalled.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
     loop = EngineLoop(

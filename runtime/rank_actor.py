@@ -69,7 +69,8 @@ class RankActor:
         self._weights = ""
         self._wait_reason = ""
         faulthandler.enable()  # its traceback shows whether a step crashed the process
-        max_seen, log_path = (0, self._spec.epoch), _stderr_path()
+        max_seen = (0, self._spec.epoch)
+        log_path = _stderr_path()
         folder = os.path.dirname(log_path) or tempfile.gettempdir()
         journal_path = (
             f"{folder}/{self._spec.process_name}.{secrets.token_hex(16)}.box"  # unpredictable
@@ -118,7 +119,8 @@ class RankActor:
         """Start to join the epoch of ``spec``. ``get_state`` reports when the rank is ready."""
         if self._state.is_joined or self._rank is not None:
             await self.leave()
-        told, where = unpack(RankSpec, spec), unpack(Rendezvous, rendezvous)
+        told = unpack(RankSpec, spec)
+        where = unpack(Rendezvous, rendezvous)
         max_seen = self._state.max_seen[0], max(self._state.max_seen[1], told.epoch)
         self._spec = told
         self._state = replace(
@@ -174,10 +176,8 @@ class RankActor:
             wait_reason=self._wait_reason,
         )
         if self._rank is not None:
-            engine_progress, num_held = (
-                self._rank.loop.stall_detector.measure_progress(),
-                self._rank.num_sequences,
-            )
+            engine_progress = self._rank.loop.stall_detector.measure_progress()
+            num_held = self._rank.num_sequences
             self._state = replace(
                 self._state, engine_progress=engine_progress, num_sequences=num_held
             )
@@ -220,7 +220,9 @@ class RankActor:
 
     def _fail(self, error: BaseException) -> None:
         """Record the end of the epoch, or the permanent failure of the rank."""
-        before, told, is_over = self._state, to_failure(error), isinstance(error, EpochEnded)
+        before = self._state
+        told = to_failure(error)
+        is_over = isinstance(error, EpochEnded)
         self._state = (
             replace(before, epoch_end_cause=told) if is_over else replace(before, failure=told)
         )

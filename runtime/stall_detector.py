@@ -58,12 +58,15 @@ class StallDetector:
         self._num_turns += 1
 
     def measure_progress(self) -> EngineProgress:
-        now, began_at, turn = self.clock(), self._turn_started_at, self._num_turns
+        now = self.clock()
+        began_at = self._turn_started_at
+        turn = self._num_turns
         starved_s = self._starved_s()
         gap_s = min(now - self._measured_at, MAX_MEASURE_GAP_S) - (
             starved_s - self._starved_before_s
         )
-        self._measured_at, self._starved_before_s = now, starved_s
+        self._measured_at = now
+        self._starved_before_s = starved_s
         age_s = 0.0
         if began_at is not None:
             before_s = self._last_measured[1] if self._last_measured[0] == turn else 0.0

@@ -88,7 +88,8 @@ class StopText:
             self._node = self._node.step(char)
             if may_stop and self._node.longest_match:
                 start = end - self._node.longest_match
-                self._held, self._node = "", self._root
+                self._held = ""
+                self._node = self._root
                 return whole[:start], True
         self._node = self._node.longest_open_suffix()
         num_certain = len(whole) - self._node.depth
@@ -97,7 +98,9 @@ class StopText:
 
     def finish(self) -> str:
         """End the text and return the part that was held back."""
-        held, self._held, self._node = self._held, "", self._root
+        held = self._held
+        self._held = ""
+        self._node = self._root
         return held
 
 

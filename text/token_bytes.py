@@ -17,7 +17,8 @@ def max_token_bytes(tree: dict[str, Any]) -> int | None:
     Args:
         tree: Content of tokenizer.json, without truncation.
     """
-    model, added = tree["model"], tree["added_tokens"]
+    model = tree["model"]
+    added = tree["added_tokens"]
     is_whole = (
         (tree["normalizer"] is None or tree["normalizer"].get("normalizers") == [])
         and _is_byte_level(tree["pre_tokenizer"] or {})

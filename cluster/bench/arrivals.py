@@ -18,7 +18,8 @@ def arrival_times_s(
         seed: Seed of the gaps.
     """
     rng = random.Random(f"arrivals {seed}")
-    times_s, now_s = [], 0.0
+    times_s = []
+    now_s = 0.0
     for _ in range(num_requests):
         now_s += rng.gammavariate(burstiness, 1 / (rate * burstiness))
         times_s.append(now_s)

@@ -64,7 +64,8 @@ def show(console: Console, results: Sequence[ComparisonResult]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     first = results[0].tpot_ms
     for one in results:
-        metrics, seen = one.arm.metrics, one.arm.acceptance
+        metrics = one.arm.metrics
+        seen = one.arm.acceptance
         tpot = metrics.tpot_ms
         values: list[float | None] = [seen.nodes_per_step, seen.accepted_length, metrics.step_ms]
         if tpot is None:

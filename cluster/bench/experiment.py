@@ -78,7 +78,9 @@ class Trial:
             raise ValueError(
                 f"{max_drafts} drafts: this server makes at most {model.num_draft_tokens}"
             )
-        self._client, self._options, self._progress = client, options, progress
+        self._client = client
+        self._options = options
+        self._progress = progress
         self._jobs = jobs_of(options, model, options.num_requests)
         num = options.warm_up
         self._warm_up = jobs_of(options, model, num, warm_up=True) if num else []
@@ -105,7 +107,8 @@ class Trial:
         """Run the jobs of round ``number``, or the warm-up if it is -1. Stops sending after
         ``stop_s``.
         """
-        jobs, due_s = self._warm_up, None
+        jobs = self._warm_up
+        due_s = None
         if number >= 0:
             low, high = (len(self._jobs) * i // num_rounds for i in (number, number + 1))
             jobs = self._jobs[low:high]
@@ -175,7 +178,8 @@ def speedups(
     deepest = max(arms, key=lambda arm: arm.acceptance.num_drafts)
     num_drafts = deepest.acceptance.num_drafts
     if cost_ratio is None and base is not None and num_drafts:
-        step_ms, base_ms = deepest.metrics.step_ms, base.metrics.step_ms
+        step_ms = deepest.metrics.step_ms
+        base_ms = base.metrics.step_ms
         if step_ms and base_ms:
             num_nodes = num_drafts * deepest.acceptance.nodes_per_depth
             cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
@@ -186,7 +190,8 @@ def _speedups(
     arm: Arm, base: Arm | None, cost_ratio: float | None, draft_flops_ratio: float
 ) -> Speedups:
     seen = arm.acceptance
-    num_drafts, num_nodes = seen.num_drafts, seen.num_drafts * seen.nodes_per_depth
+    num_drafts = seen.num_drafts
+    num_nodes = seen.num_drafts * seen.nodes_per_depth
     fitted = 0.0 if seen.fitted is None else seen.fitted
     own = fitted, num_drafts, draft_flops_ratio, num_nodes
 

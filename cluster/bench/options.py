@@ -11,7 +11,8 @@ from typer import Option
 
 from tandem.cluster.commands.common import DEFAULT_ADDRESS, ConfigFile, Json, ListKeys, SetOptions
 
-_MAX_COUNT, _DAY_S = 100_000, 86_400.0
+_MAX_COUNT = 100_000
+_DAY_S = 86_400.0
 _load = partial(Option, rich_help_panel="Load")
 _work = partial(Option, rich_help_panel="Workload")
 _spec = partial(Option, rich_help_panel="Speculation")

@@ -42,7 +42,8 @@ def _plot_cdf(axes: Any, values: list[float], label: str, color: str) -> None:
 
 def _tokens_over_time(axes: Any, arm: Arm, label: str, color: str) -> None:
     """Plot received tokens over time. Runs are concatenated without the pauses between them."""
-    messages, start_s = [], 0.0
+    messages = []
+    start_s = 0.0
     for run in arm.runs:
         messages += [(start_s + at, num) for r in run.records for at, num in r.messages]
         start_s += run.duration_s

@@ -69,7 +69,9 @@ class LoadGenerator:
     def __init__(
         self, client: AsyncClient, options: GenerateOptions, on_end: Callable[[], None]
     ) -> None:
-        self._client, self._options, self._on_end = client, options, on_end
+        self._client = client
+        self._options = options
+        self._on_end = on_end
         self._started_at = time.perf_counter()
 
     async def open_loop(self, jobs: Sequence[Job], due_s: Sequence[float], stop_s: float) -> Run:

@@ -199,7 +199,8 @@ def _num_reachable_drafts(counts: SpeculationCounts) -> int:
 def acceptance(records: Iterable[Record]) -> Acceptance:
     """Return the acceptance over all successful requests."""
     good = [r.finished for r in records if r.finished is not None and r.error is None]
-    drafted, accepted = Counter[int](), Counter[int]()
+    drafted = Counter[int]()
+    accepted = Counter[int]()
     for counts in (one.speculation for one in good):
         drafted.update({i: num for i, num in enumerate(counts.drafted_per_position) if num})
         accepted.update(dict(enumerate(counts.accepted_per_position)))

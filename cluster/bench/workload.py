@@ -101,7 +101,8 @@ def trace_jobs(path: Path, model: ModelInfo, max_jobs: int, seed: int) -> list[J
     Raises:
         ValueError: Names the invalid line and its mistake.
     """
-    rng, jobs = random.Random(f"trace {seed}"), []
+    rng = random.Random(f"trace {seed}")
+    jobs = []
     with path.open(encoding="utf-8") as lines:
         for number, line in islice(enumerate(lines, start=1), max_jobs):
             try:
@@ -127,7 +128,8 @@ def _trace_job(fields: Any, model: ModelInfo, rng: random.Random) -> Job:
             prompt = text
         case _:
             raise ValueError("give one of prompt_tokens (1 or more), prompt_ids and text")
-    max_tokens, arrival_s = fields.get("max_tokens"), fields.get("arrival_s")
+    max_tokens = fields.get("max_tokens")
+    arrival_s = fields.get("arrival_s")
     if type(max_tokens) is not int or max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens!r}: use 1 or more")
     if arrival_s is not None and not 0 <= float(arrival_s) < float("inf"):

@@ -59,7 +59,8 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
     def __init__(self, address: str, *, retry_s: float = 60.0, backoff_s: float = 0.2) -> None:
         self._channel = self._open_channel(address, options=(*_OPTIONS, *proxy_options()))
         self._stub = rpc.InferenceStub(self._channel)
-        self._retry_s, self._backoff_s = retry_s, backoff_s
+        self._retry_s = retry_s
+        self._backoff_s = backoff_s
         start = f"`tandem serve --set server.address={address}`"
         self._unreachable_text = f"no server answers at {address}; start one there with {start}"
         """Error text while no server has ever answered at this address; "" afterwards."""

@@ -78,10 +78,12 @@ class StreamPlan:
         timeout_s = options.get("timeout_s")
         self._metadata = ((STREAM_KEY, secrets.token_hex(8)),)
         self._message = build_request(prompt, options)
-        self._retry_s, self._backoff_s = retry_s, backoff_s
+        self._retry_s = retry_s
+        self._backoff_s = backoff_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._token_ids = list(self._message.resume_token_ids)
-        self._num_failures, self._failing_since = 0, 0.0
+        self._num_failures = 0
+        self._failing_since = 0.0
         self._num_answers = self._num_running = self._message.sampling.n or 1
 
     def start_call(self, stub: rpc.InferenceStub) -> Any:

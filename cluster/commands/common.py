@@ -127,7 +127,8 @@ def show_progress() -> Iterator[Callable[[str], None]]:
     Texts of the form "SUBJECT: text" replace the previous text of that subject. A terminal shows
     the latest text of each subject with a spinner; other outputs get a line for each change.
     """
-    console, latest = Console(stderr=True), dict[str, str]()
+    console = Console(stderr=True)
+    latest = dict[str, str]()
     with console.status("") if console.is_terminal else nullcontext() as spinner:
 
         def show(text: str) -> None:

@@ -136,7 +136,8 @@ class Controller:
 
     async def _stop(self, deadline_s: float) -> None:
         await asyncio.gather(*(supervisor.stop(deadline_s) for supervisor in self._gangs.values()))
-        self._gangs, self._config = {}, None
+        self._gangs = {}
+        self._config = None
         self._publish()
 
     def _may_be_replaced(self) -> bool:

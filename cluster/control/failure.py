@@ -8,7 +8,10 @@ from tandem.core.membership import InFlightBatch, RankState
 from tandem.core.progress import LOADING
 from tandem.core.schema import Failure, to_error, to_failure
 
-USER_ERROR, NO_CAPACITY, INTERNAL_FAULT, EXTERNAL = "mistake", "no room", "fault", "outside"
+USER_ERROR = "mistake"
+NO_CAPACITY = "no room"
+INTERNAL_FAULT = "fault"
+EXTERNAL = "outside"
 """Categories of causes: the user's configuration, no capacity, an error of the ranks themselves,
 and all else (a SIGKILL, a lost machine, silence)."""
 CREATION_FAILURE_TEXT = "creation task"
@@ -87,7 +90,8 @@ class EpochOver(Exception):
 
     def __init__(self, cause: Exception, *lost_ranks: int) -> None:
         super().__init__(str(cause))
-        self.cause, self.lost_ranks = cause, frozenset(lost_ranks)
+        self.cause = cause
+        self.lost_ranks = frozenset(lost_ranks)
 
 
 def check_states(states: Sequence[RankState]) -> None:

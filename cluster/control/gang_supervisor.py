@@ -179,7 +179,8 @@ class GangSupervisor:
         Returns the seconds to wait before the next epoch, None if the gang stays down.
         """
         now = time.monotonic()
-        states, self.ranks.states = self.ranks.states, {}
+        states = self.ranks.states
+        self.ranks.states = {}
         self.ranks.kill(over.lost_ranks)  # their logs and journals are complete then
         failed = [state for rank, state in states.items() if has_failed(state)]
         dead = [s for r, s in states.items() if r in over.lost_ranks or s in failed]
@@ -202,7 +203,9 @@ class GangSupervisor:
 
     def _end_epoch(self, failed_epoch: EpochFailure, decision: RestartDecision) -> None:
         """Report the end of the epoch and kill the ranks that the next epoch does not keep."""
-        self.history, epoch, failure = decision.history, self.gang.epoch, failed_epoch.failure
+        self.history = decision.history
+        epoch = self.gang.epoch
+        failure = failed_epoch.failure
         log.error(
             "%s, epoch %d, %s: %s", self.plan.name, epoch, failed_epoch.category, failure.text
         )
@@ -219,10 +222,8 @@ class GangSupervisor:
             log.error("%s: its room could not be given back: %s", self.plan.name, error)
 
     def _update_gang(self, **fields: object) -> None:
-        before, is_over = (
-            self.gang,
-            self.history.num_failures >= self.config.control.max_consecutive_failures,
-        )
+        before = self.gang
+        is_over = self.history.num_failures >= self.config.control.max_consecutive_failures
         changes = {"is_given_up": is_over, **fields}
         self.gang = replace(before, **changes)  # type: ignore[arg-type]
         if self.gang != before:

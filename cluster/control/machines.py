@@ -172,7 +172,8 @@ def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
 
 def _list_machines() -> list[Machine]:
     """Return the machines of Ray that are alive and not draining."""
-    free, gone = free_resources_by_node(), draining_nodes()
+    free = free_resources_by_node()
+    gone = draining_nodes()
     return [
         Machine(one["Labels"], one["Resources"], free.get(one["NodeID"], {}))
         for one in ray.nodes()
@@ -196,7 +197,8 @@ def _create_rank(
 
 def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
     """Return the packed CrashReport, on the rank's machine, and delete the crash journal."""
-    text, in_step = "", read_crash_journal(crash_journal_path)
+    text = ""
+    in_step = read_crash_journal(crash_journal_path)
     Path(crash_journal_path).unlink(missing_ok=True)
     if Path(log_path).is_file():
         with open(log_path, "rb") as file:

@@ -9,7 +9,8 @@ from tandem.core.info import DECODE, PREFILL
 from tandem.core.membership import RankSpec, RankState
 from tandem.core.placement import Placement
 
-GROUP_LABEL, REPLICA_LABEL = "ray.io/node-group", "tandem/replica"
+GROUP_LABEL = "ray.io/node-group"
+REPLICA_LABEL = "tandem/replica"
 """Ray labels of machines: KubeRay's worker group, and its multi-host replica in that group."""
 
 

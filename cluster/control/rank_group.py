@@ -83,7 +83,8 @@ class RankGroup:
         Raises EpochOver if a rank is dead, is silent under suspicion, or makes no startup progress
         for too long.
         """
-        suspicion, self.suspicion = self.suspicion, ""
+        suspicion = self.suspicion
+        self.suspicion = ""
         self._retry_kills()
         self._stalled_ranks()
         silent = self._silent = await self._poll(self.handles, seen)
@@ -117,7 +118,8 @@ class RankGroup:
 
     def _stalled_ranks(self) -> list[int]:
         """Return starting ranks whose reported progress, or silence, has lasted too long."""
-        now, known = time.monotonic(), {rank: self.states.get(rank) for rank in self.handles}
+        now = time.monotonic()
+        known = {rank: self.states.get(rank) for rank in self.handles}
         said = {r: (r, s and (s.activity, s.progress, s.is_joined)) for r, s in known.items()}
         since = {r: self._progressed_at.setdefault(said[r], now) for r in said}
         return [
@@ -201,7 +203,8 @@ class RankGroup:
 
     def _retry_kills(self) -> None:
         """Kill the queued ranks. Those that Ray fails to kill are retried on the next poll."""
-        pending, self._kill_pending = self._kill_pending, []
+        pending = self._kill_pending
+        self._kill_pending = []
         for rank in pending:
             try:
                 rank.kill()

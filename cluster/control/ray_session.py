@@ -19,7 +19,8 @@ from tandem.core.user_cache import user_home
 
 OBJECT_STORE_BYTES = 128 << 20
 REAPER_TIMEOUT_S = 10.0
-PROBE_TIMEOUT_S, JOIN_TIMEOUT_S = 10.0, 60.0
+PROBE_TIMEOUT_S = 10.0
+JOIN_TIMEOUT_S = 60.0
 """Seconds for a connection to Ray, and for joining it as a whole. Ray itself retries for many
 minutes."""
 INIT_OPTIONS = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}

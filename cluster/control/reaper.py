@@ -46,7 +46,8 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    roots, known = [int(text) for text in sys.argv[1:]], dict[int, str]()
+    roots = [int(text) for text in sys.argv[1:]]
+    known = dict[int, str]()
     is_over = False
     while not is_over:
         is_over = bool(select.select([0], [], [], SCAN_PERIOD_S)[0])

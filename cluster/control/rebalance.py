@@ -46,7 +46,8 @@ async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) 
     if gang.state != READY:
         raise RankLost(f"{gang.name} is {gang.state}: try again when it is ready")
     rows_of_ranks = await supervisor.ranks.expert_rows()
-    counts_LE, placement = sum_expert_rows(rows_of_ranks), rows_of_ranks[0].placement
+    counts_LE = sum_expert_rows(rows_of_ranks)
+    placement = rows_of_ranks[0].placement
     best = rebalance(
         counts_LE,
         placement.num_slots,
@@ -54,7 +55,8 @@ async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) 
         num_machines(gang),
         placement.num_ranks,
     )
-    before, after = balance_ratio(counts_LE, placement), balance_ratio(counts_LE, best)
+    before = balance_ratio(counts_LE, placement)
+    after = balance_ratio(counts_LE, best)
     is_moved = after > before + MIN_GAIN
     if is_moved:
         await drain_and_restart(supervisor, change_lock, best)

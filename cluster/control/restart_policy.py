@@ -48,7 +48,8 @@ def decide_restart(
     Pauses grow with consecutive faults. External causes do not make them longer. Only two causes
     are final: a mistake of the user, and a lack of capacity for a gang that never served.
     """
-    category, has_served = failed_epoch.category, history.has_served
+    category = failed_epoch.category
+    has_served = history.has_served
     if history.stable_at is not None and now >= history.stable_at:
         history = RestartHistory()
     num_failures = history.num_failures + (category != NO_CAPACITY)

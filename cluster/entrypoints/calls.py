@@ -20,7 +20,8 @@ import grpc
 from tandem.cluster.entrypoints.status_codes import status_of
 from tandem.cluster.entrypoints.uploads import Uploads
 
-MAX_IDLE_PER_CONNECTION, MAX_IDLE_STREAMS = 8, 128
+MAX_IDLE_PER_CONNECTION = 8
+MAX_IDLE_STREAMS = 128
 MAX_IDLE_STREAM_S = 300.0
 _log = logging.getLogger(__name__)
 _Context: TypeAlias = grpc.aio.ServicerContext
@@ -38,7 +39,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
         # Idle streams of each connection, by the address of its client.
-        self._on_error, self._idle = on_error, Counter[str]()
+        self._on_error = on_error
+        self._idle = Counter[str]()
         self._uploads = Uploads()
 
     async def intercept_service(

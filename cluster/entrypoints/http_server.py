@@ -44,7 +44,8 @@ async def serve(admission: Admission) -> AsyncIterator[str | None]:
         http=BoundedProtocol,
         timeout_graceful_shutdown=1,
     )
-    server, listener = UvicornServer(config), open_listener("server.http_address", address)
+    server = UvicornServer(config)
+    listener = open_listener("server.http_address", address)
     serving = asyncio.create_task(server.serve([listener]), name="http")
     try:
         yield f"{address.rpartition(':')[0]}:{listener.getsockname()[1]}"

@@ -26,10 +26,8 @@ class Probes(Collector):
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._requests = RequestMetrics()
-        admission.on_error, admission.on_stream = (
-            self._requests.on_call_failed,
-            self._requests.watch_stream,
-        )
+        admission.on_error = self._requests.on_call_failed
+        admission.on_stream = self._requests.watch_stream
         self._registry = CollectorRegistry()
         self._registry.register(self)
         handlers = self.livez, self.readyz, self.metrics

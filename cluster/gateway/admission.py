@@ -135,7 +135,8 @@ class Admission:
             Exception: Errors of ``check_request``, ``ClusterGateway.start_answers`` and the
                 answers.
         """
-        gateway, name = self.get_gateway(), request_id(raw_request.request_id)
+        gateway = self.get_gateway()
+        name = request_id(raw_request.request_id)
         async with self._open_stream(name, nonce) as stream:
             is_resume = bool(raw_request.resume_proof and raw_request.resume_token_ids)
             self._check_capacity(gateway, is_resume)

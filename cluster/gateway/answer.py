@@ -87,7 +87,8 @@ class Answer:
             Preempted: The decode rank preempted the sequence.
         """
         if update.counts is not None:
-            self._attempt_counts_before, self._attempt_counts = self._attempt_counts, update.counts
+            self._attempt_counts_before = self._attempt_counts
+            self._attempt_counts = update.counts
         if update.finish_reason == PREEMPTED:
             raise Preempted(f"{update.identity} was preempted")
         self.finish_reason = update.finish_reason

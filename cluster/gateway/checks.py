@@ -54,7 +54,8 @@ def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]
     """Return the bounds of every numeric field. They do not apply to fields left at their
     default.
     """
-    max_tokens, default = raw_request.sampling.max_tokens, _DEFAULT.sampling.max_tokens
+    max_tokens = raw_request.sampling.max_tokens
+    default = _DEFAULT.sampling.max_tokens
     table = {
         "sampling.temperature": Bounds(1e-5, 100, f"use 0 (greedy) or {_RANGE}"),
         "sampling.top_k": Bounds(1, MAX_INT32, "use 1 or more, or 0 for all tokens"),
@@ -184,7 +185,8 @@ def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
     """Tokenise a prompt. Refuses texts that are too long for any tokenisation before tokenising."""
     if not text:
         refuse("text", "", "the prompt is empty; give some text")
-    num_bytes, longest = len(text.encode()), tokenizer.max_token_bytes
+    num_bytes = len(text.encode())
+    longest = tokenizer.max_token_bytes
     if longest is not None and num_bytes > (max_bytes := (model.max_model_len - 1) * longest):
         raise ValueError(
             f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "

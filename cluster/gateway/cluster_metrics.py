@@ -12,7 +12,8 @@ from tandem.cluster.gateway.balance import balance_ratios
 from tandem.cluster.gateway.fleet import Fleet
 from tandem.core.heartbeat import Heartbeat
 
-RANK_LABELS, GANG_LABELS = ("rank", "kind"), ("gang", "kind")
+RANK_LABELS = ("rank", "kind")
+GANG_LABELS = ("gang", "kind")
 _GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
     "rank_rows": (
         "Sequences that a rank computes in its steps.",

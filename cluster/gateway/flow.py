@@ -54,11 +54,10 @@ async def run_request(
             RankLost, ``answer.remaining_request()`` may be retried.
     """
     num_tokens = len(request.prompt_ids) + len(request.output_ids)
-    inbox, load = (
-        pair.decode.inboxes.open(pair.identity),
-        pair.prefill.load.track_prompt(num_tokens),
-    )
-    on_d, on_p = pair.decode.liveness.cancelled_if_lost(), pair.prefill.liveness.cancelled_if_lost()
+    inbox = pair.decode.inboxes.open(pair.identity)
+    load = pair.prefill.load.track_prompt(num_tokens)
+    on_d = pair.decode.liveness.cancelled_if_lost()
+    on_p = pair.prefill.liveness.cancelled_if_lost()
     handover: asyncio.Task[TransferStats] | None = None
     is_decoded = False
     try:
@@ -86,7 +85,8 @@ async def run_request(
 
 
 async def _request_grant(request: Request, pair: AttemptRoute, session: int) -> None:
-    num_prompt, num_output = len(request.prompt_ids), len(request.output_ids)
+    num_prompt = len(request.prompt_ids)
+    num_output = len(request.output_ids)
     max_tokens = request.sampling.max_tokens
     size = on_decode.RequestSize(num_prompt, num_output, max_tokens, request.is_resumed)
     await _call(pair.decode, "grant", on_decode.Grant(pair.identity, session, size), Empty)
@@ -94,7 +94,8 @@ async def _request_grant(request: Request, pair: AttemptRoute, session: int) -> 
 
 
 async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int) -> TransferStats:
-    info, owner = pair.prefill.info, pair.prefill.info.spec
+    info = pair.prefill.info
+    owner = pair.prefill.info.spec
     place = owner.process_name, owner.rank_name, owner.epoch
     offer = Offer(PROTOCOL, *place, pair.identity, info.caches, num_tokens)
     message = on_decode.Start(pair.identity, request, offer, pair.is_suspect)

@@ -46,7 +46,8 @@ class ClusterGateway:
     """
 
     def __init__(self, config: TandemConfig, tokenizer: Tokenizer, members: ClusterMembers) -> None:
-        self.config, self.tokenizer = config, tokenizer
+        self.config = config
+        self.tokenizer = tokenizer
         self._affinity = PrefixAffinity()
         self.open_answers: WeakSet[AnswerGroup] = WeakSet()
 
@@ -159,7 +160,8 @@ class ClusterGateway:
         Lost ranks, failed hand-overs and failed steps are retried a few times; preemption does not
         count. Resumed answers are also retried when the cluster is overloaded.
         """
-        attempts, session = AttemptHistory(self.fleet), self.fleet.session
+        attempts = AttemptHistory(self.fleet)
+        session = self.fleet.session
 
         def emit_piece(piece: Piece) -> None:
             attempts.retries.reset()

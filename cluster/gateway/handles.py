@@ -127,9 +127,12 @@ class RankHandle:
     """
 
     def __init__(self, info: RankInfo, control: Control, releases: Tasks) -> None:
-        self.info, self.control, self.epoch_name = info, control, info.spec.epoch_name
+        self.info = info
+        self.control = control
+        self.epoch_name = info.spec.epoch_name
         self.load, self.inboxes = LoadEstimate(info.max_tokens), Inboxes(self.epoch_name)
-        self.liveness, self._releases = Liveness(self.epoch_name), releases
+        self.liveness = Liveness(self.epoch_name)
+        self._releases = releases
         self.heartbeat: Heartbeat | None = None
         self.heartbeat_requested = asyncio.Event()
         self.pending_heartbeats = deque[tuple[tuple[Identity, ...], asyncio.Event]]()
@@ -168,7 +171,8 @@ class RankHandle:
         If the rank is lost or does not answer in time, ``alive`` is False and nothing else is
         known.
         """
-        spec, answered = self.info.spec, self._next_heartbeat_done
+        spec = self.info.spec
+        answered = self._next_heartbeat_done
         self.heartbeat_requested.set()
         if self.liveness.phase is not LivenessPhase.OUT:
             with suppress(TimeoutError, RankLost):

@@ -50,8 +50,11 @@ class Liveness:
     """
 
     def __init__(self, name: str) -> None:
-        self.phase, self.is_draining, self.answering = LivenessPhase.SILENT, False, asyncio.Event()
-        self._name, self._loss = name, RankLost()
+        self.phase = LivenessPhase.SILENT
+        self.is_draining = False
+        self.answering = asyncio.Event()
+        self._name = name
+        self._loss = RankLost()
         self._cancel_scopes: dict[asyncio.Timeout, None] = {}
 
     @property
@@ -66,7 +69,8 @@ class Liveness:
 
     def apply_event(self, event: LivenessEvent) -> bool:
         """Apply an event. Return whether it changed ``is_out``."""
-        was_out, self.phase = self.is_out, next_phase(self.phase, event)
+        was_out = self.is_out
+        self.phase = next_phase(self.phase, event)
         is_heard = self.phase in (LivenessPhase.READY, LivenessPhase.SUSPECT)
         (self.answering.set if is_heard else self.answering.clear)()
         return self.is_out is not was_out

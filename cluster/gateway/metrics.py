@@ -81,12 +81,10 @@ class RequestMetrics:
 
     def on_finished(self, finished: Finished) -> None:
         """Record the statistics of a finished answer."""
-        ms, usage, counts, pulled = (
-            finished.timings_ms,
-            finished.usage,
-            finished.speculation,
-            finished.kv_transfer,
-        )
+        ms = finished.timings_ms
+        usage = finished.usage
+        counts = finished.speculation
+        pulled = finished.kv_transfer
         self._ended.labels(finished.finish_reason).inc()
         self.observe("e2e_request_latency", ms.total / 1e3)
         self.increment("prompt_tokens", usage.prompt)
@@ -113,7 +111,8 @@ class StreamMetrics(StreamWatcher):
     """Watcher that measures the gaps between messages of one stream."""
 
     def __init__(self, metrics: RequestMetrics) -> None:
-        self._metrics, self._started_at = metrics, time.monotonic()
+        self._metrics = metrics
+        self._started_at = time.monotonic()
         self._last_at: dict[int, float] = {}
         self._num_finished = 0
 
@@ -125,7 +124,8 @@ class StreamMetrics(StreamWatcher):
             self._num_finished += 1
             self._metrics.on_finished(piece)
             return
-        now, last = time.monotonic(), self._last_at.get(piece.index)
+        now = time.monotonic()
+        last = self._last_at.get(piece.index)
         if last is None:
             self._metrics.observe("time_to_first_token", now - self._started_at)
         else:

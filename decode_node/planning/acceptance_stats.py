@@ -30,7 +30,8 @@ class DepthTransitions:
     def from_shapes(cls, levels: DraftShapes) -> "DepthTransitions":
         known: dict[tuple[object, int], int] = {}
         bounds: list[tuple[int, int]] = []
-        by_shape, num_visible = [], []
+        by_shape = []
+        num_visible = []
         for number, level in enumerate(levels):
             transitions = []
             for depth in range(level.depth):

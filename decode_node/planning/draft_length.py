@@ -24,12 +24,16 @@ from tandem.decode_node.planning.step_plan import StepKey, StepReport
 NUM_PROFILE_STEPS = 5
 """Number of first steps whose minimum time is a shape's initial estimate. The minimum is robust,
 because other work on the machine only adds time."""
-PROBE_EVERY, PROBE_STEPS, PROBE_SHARE = 64, 4, 0.006
+PROBE_EVERY = 64
+PROBE_STEPS = 4
+PROBE_SHARE = 0.006
 """Minimum number of steps between probes. Steps per probe; the first are cold and catch up. Maximum
 share of the time that probes of all shapes may lose. A shape that seems equally good is probed
 often. One of three shapes that takes four times the time for no gain is probed every 6,000 steps.
 """
-NUM_WARMUP_STEPS, WARMUP_PROBE_EVERY, NUM_PROBE_TIMES = 256, 16, 5
+NUM_WARMUP_STEPS = 256
+WARMUP_PROBE_EVERY = 16
+NUM_PROBE_TIMES = 5
 """Length of a batch size's warm-up in steps. Minimum number of steps between its probes. Number of
 probes per shape that may lose any time during warm-up, because idle measurements used other texts.
 A dominated shape gets one such probe, and so does every shape while no drafts are in use.
@@ -37,7 +41,9 @@ A dominated shape gets one such probe, and so does every shape while no drafts a
 NUM_PROBE_TIMES is also the number of latest times whose lower median is the estimate. The time
 known before the first probe counts as one of them. Without the median, one disturbed probe could
 decide for a long time, above all a short probe while no drafts are in use."""
-NO_DRAFT_PROBE_EVERY, NO_DRAFT_PROBE_STEPS, NO_DRAFT_PROBE_SHARE = 6, 2, 0.007
+NO_DRAFT_PROBE_EVERY = 6
+NO_DRAFT_PROBE_STEPS = 2
+NO_DRAFT_PROBE_SHARE = 0.007
 """The same three values while no drafts are in use. The number of steps then applies to all probes,
 interval and share to the best drafting shape. Only its probes measure acceptance, which rises
 within a few steps when a text starts to repeat itself."""
@@ -51,7 +57,8 @@ MIN_GAIN_TO_SWITCH = 1.02
 OUTLIER_RATIO = 1.5
 """Ratio of accepted to expected drafts above which a probed shape runs again in the next step. Only
 transitions that the shape in use does not measure count."""
-ACCEPTANCE_WINDOW, PRIOR_ROWS = 400.0, 8.0
+ACCEPTANCE_WINDOW = 400.0
+PRIOR_ROWS = 8.0
 """Sample window of the acceptance rates, in rows; number of fictitious rows, all accepted, that
 they start with."""
 
@@ -143,15 +150,14 @@ class StepCostModel:
         """
         size = num_rows.bit_length(), (num_context // SHORT_CONTEXT_TOKENS).bit_length()
         if size not in self.buckets:
-            num, probe_times_s = (
-                len(self.levels),
-                [deque[float](maxlen=NUM_PROBE_TIMES) for _ in self.levels],
-            )
+            num = len(self.levels)
+            probe_times_s = [deque[float](maxlen=NUM_PROBE_TIMES) for _ in self.levels]
             same_rows = [other for other in self.buckets if other[0] == size[0]]
             costs = BucketCosts([0.0] * num, [0] * num, [0] * num, probe_times_s, num - 1)
             if same_rows:
                 near = self.buckets[min(same_rows, key=lambda other: abs(other[1] - size[1]))]
-                costs.step_s, costs.num_samples = [*near.step_s], [*near.num_samples]
+                costs.step_s = [*near.step_s]
+                costs.num_samples = [*near.num_samples]
                 costs.current_shape = near.current_shape
             self.buckets[size] = costs
         return self.buckets[size]
@@ -199,18 +205,19 @@ def record_reports(costs: StepCostModel, reports: Sequence[StepReport]) -> None:
 def _record_key(costs: StepCostModel, key: StepKey, reports: Sequence[StepReport]) -> None:
     """Update ``costs`` from one step's reports. The slowest rank determines the step time."""
     num_context = max(report.num_context for report in reports)
-    size, num_expected, num_accepted = costs.bucket_costs(key.num_rows, num_context), 0.0, 0
-    num_attempts, acceptance_rates, num_known = (
-        costs.num_attempts,
-        costs.acceptance_rates,
-        costs.transitions.num_visible[size.current_shape],
-    )
+    size = costs.bucket_costs(key.num_rows, num_context)
+    num_expected = 0.0
+    num_accepted = 0
+    num_attempts = costs.num_attempts
+    acceptance_rates = costs.acceptance_rates
+    num_known = costs.transitions.num_visible[size.current_shape]
     attempts = map(sum, zip(*(report.num_attempts for report in reports), strict=True))
     successes = map(sum, zip(*(report.num_successes for report in reports), strict=True))
     for r, (num, accepted) in enumerate(zip(attempts, successes, strict=True)):
         expected = num * acceptance_rates[r]
         if r >= num_known:
-            num_expected, num_accepted = num_expected + expected, num_accepted + accepted
+            num_expected = num_expected + expected
+            num_accepted = num_accepted + accepted
         num_attempts[r] = min(ACCEPTANCE_WINDOW, num_attempts[r] + num)
         acceptance_rates[r] += (accepted - expected) / max(num_attempts[r], num)
     if num_accepted > OUTLIER_RATIO * num_expected:
@@ -235,15 +242,14 @@ def choose_largest(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]
 
 def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
     """Return the draft shape with the most expected tokens per second, or one to measure."""
-    size, most = costs.bucket_costs(*batch), choose_largest(costs, batch, wanted)
+    size = costs.bucket_costs(*batch)
+    most = choose_largest(costs, batch, wanted)
     if not size.num_steps_left:
         tokens_per_s = _tokens_per_s(size, costs.expected_tokens(), wanted)[: most + 1]
         _choose_next(size, tokens_per_s, [costs.is_dominated(size, n) for n in range(most + 1)])
     level = min(size.planned_shape, most)
-    size.num_steps_left, size.num_planned_steps = (
-        size.num_steps_left - 1,
-        size.num_planned_steps + 1,
-    )
+    size.num_steps_left = size.num_steps_left - 1
+    size.num_planned_steps = size.num_planned_steps + 1
     size.num_samples[level] += 1
     return level
 
@@ -252,26 +258,28 @@ def _choose_next(
     size: BucketCosts, tokens_per_s: Sequence[float], is_dominated: Sequence[bool]
 ) -> None:
     """Set the shape of the next steps: one to measure or probe, or the best one."""
-    levels, outlier_shape = range(len(tokens_per_s)), size.outlier_shape
+    levels = range(len(tokens_per_s))
+    outlier_shape = size.outlier_shape
     few = [n for n in levels if size.num_samples[n] < NUM_PROFILE_STEPS and not is_dominated[n]]
     if outlier_shape is not None and outlier_shape in levels:
-        size.planned_shape, size.num_steps_left = outlier_shape, 1
+        size.planned_shape = outlier_shape
+        size.num_steps_left = 1
     elif few:
-        size.planned_shape, size.num_steps_left = max(few), 1
+        size.planned_shape = max(few)
+        size.num_steps_left = 1
     elif (other := _shape_to_probe(size, tokens_per_s, is_dominated)) is not None:
-        size.planned_shape, size.num_steps_left = (
-            other,
-            PROBE_STEPS if size.current_shape else NO_DRAFT_PROBE_STEPS,
-        )
+        size.planned_shape = other
+        size.num_steps_left = PROBE_STEPS if size.current_shape else NO_DRAFT_PROBE_STEPS
         size.probed_at[other] = size.num_planned_steps
     else:
-        used, best = min(size.current_shape, levels[-1]), tokens_per_s.index(max(tokens_per_s))
+        used = min(size.current_shape, levels[-1])
+        best = tokens_per_s.index(max(tokens_per_s))
         if tokens_per_s[best] > tokens_per_s[used] * MIN_GAIN_TO_SWITCH:
             size.probed_at[used], size.current_shape = size.num_planned_steps, best
         is_warmup = size.num_planned_steps < NUM_WARMUP_STEPS
-        size.planned_shape, size.num_steps_left = (
-            size.current_shape,
-            1 if is_warmup else REPLAN_EVERY_STEPS - size.num_planned_steps % REPLAN_EVERY_STEPS,
+        size.planned_shape = size.current_shape
+        size.num_steps_left = (
+            1 if is_warmup else REPLAN_EVERY_STEPS - size.num_planned_steps % REPLAN_EVERY_STEPS
         )
     size.outlier_shape = None
 
@@ -294,17 +302,13 @@ def _shape_to_probe(
     measured is probed too: its time may have been a temporary disturbance, and only a probe can
     correct it.
     """
-    current, best, due = (
-        min(size.current_shape, len(tokens_per_s) - 1),
-        max(tokens_per_s) or 1.0,
-        [],
-    )
+    current = min(size.current_shape, len(tokens_per_s) - 1)
+    best = max(tokens_per_s) or 1.0
+    due = []
     drafting = [] if current else [n for n in range(1, len(tokens_per_s)) if not is_dominated[n]]
     blind = max(drafting, key=tokens_per_s.__getitem__, default=None)
-    num_since, usual = (
-        size.num_planned_steps - max(size.probed_at),
-        PROBE_SHARE / max(1, len(tokens_per_s) - 1),
-    )
+    num_since = size.num_planned_steps - max(size.probed_at)
+    usual = PROBE_SHARE / max(1, len(tokens_per_s) - 1)
     num_steps = PROBE_STEPS if current else NO_DRAFT_PROBE_STEPS
     for level in range(len(tokens_per_s)):
         if level == current or (is_dominated[level] and not size.step_s[level]):
@@ -314,7 +318,8 @@ def _shape_to_probe(
         )
         num_free = NUM_PROBE_TIMES if current and not is_dominated[level] else 1
         if size.num_planned_steps < NUM_WARMUP_STEPS and len(size.probe_times_s[level]) < num_free:
-            every, share = WARMUP_PROBE_EVERY, 1e9
+            every = WARMUP_PROBE_EVERY
+            share = 1e9
         lost_s = num_steps * size.step_s[level] * (1 - tokens_per_s[level] / best)
         unseen_s = size.step_s[current] * (size.num_planned_steps - size.probed_at[level])
         if num_since >= every and lost_s <= share * unseen_s:

@@ -42,7 +42,8 @@ class Scheduler:
         eos_ids: tuple[int, ...],
     ) -> None:
         self._pool = pool
-        self._max_depth, self._num_ahead = levels[-1].depth, num_slots_ahead(levels)
+        self._max_depth = levels[-1].depth
+        self._num_ahead = num_slots_ahead(levels)
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -71,7 +72,8 @@ class Scheduler:
         budget = remaining_budget(
             size.num_prompt, size.num_output, size.max_tokens, self._max_model_len
         )
-        num_tokens, max_pages = size.num_prompt + size.num_output, self._pool.num_pages - 1
+        num_tokens = size.num_prompt + size.num_output
+        max_pages = self._pool.num_pages - 1
         limits = RequestLimits(size, self._num_pages(num_tokens + budget), size.num_output + budget)
         if limits.max_pages > max_pages:
             raise ValueError(
@@ -93,7 +95,8 @@ class Scheduler:
             if num_pages + self._num_reserved_pages() > self._pool.num_available:
                 break
             self.queue.pop()
-            row, pages = self._free_rows.pop(), tuple(self._pool.allocate(num_pages))
+            row = self._free_rows.pop()
+            pages = tuple(self._pool.allocate(num_pages))
             self.sequences[identity] = GrantedSequence(identity, row, pages, limits)
             granted.append(identity)
         return granted
@@ -124,11 +127,9 @@ class Scheduler:
 
         Raises HandoverError if the request holds no grant.
         """
-        granted, max_depth, max_drafts = (
-            self.get_grant(identity),
-            self._max_depth,
-            request.speculation.max_drafts,
-        )
+        granted = self.get_grant(identity)
+        max_depth = self._max_depth
+        max_drafts = request.speculation.max_drafts
         return RunningSequence(
             identity,
             granted.row,

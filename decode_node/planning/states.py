@@ -113,7 +113,8 @@ class RunningSequence:
 
     @property
     def counts(self) -> SpeculationCounts:
-        steps, places = self.steps.items(), range(self.max_depth)
+        steps = self.steps.items()
+        places = range(self.max_depth)
         return SpeculationCounts(
             num_steps=self.steps.total(),
             num_drafted=sum(drafted * num for (drafted, _, _), num in steps),

@@ -27,7 +27,8 @@ class SamplingTraits:
     rule_names: tuple[str, ...] = (STRICT,)
 
 
-GREEDY_TRAITS, SAMPLED_TRAITS = SamplingTraits(), SamplingTraits(all_greedy=False)
+GREEDY_TRAITS = SamplingTraits()
+SAMPLED_TRAITS = SamplingTraits(all_greedy=False)
 MAX_SAMPLING_TRAITS = 48
 """Number of different SamplingTraits. Programs of one batch size and draft shape number at most
 this times the drafter's catch-up widths."""
@@ -73,7 +74,9 @@ class StepKey:
     traits: SamplingTraits = GREEDY_TRAITS
 
 
-SERVE, PROFILE, CAPTURE = "serve", "profile", "capture"
+SERVE = "serve"
+PROFILE = "profile"
+CAPTURE = "capture"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,11 @@ class StepPlanner:
         may_profile: bool = False,
         common_keys: Iterable[StepKey] = (),
     ) -> None:
-        self._buckets, self._draft_length, self._catch_up = buckets, length, catch_up
-        self._levels, self._costs = levels, StepCostModel.unprofiled(levels)
+        self._buckets = buckets
+        self._draft_length = length
+        self._catch_up = catch_up
+        self._levels = levels
+        self._costs = StepCostModel.unprofiled(levels)
         self._is_adaptive = length is draft_length.adaptive and len(levels) > 1
         self.may_profile = may_profile and self._is_adaptive
         self._program_table = ProgramTable(common_keys)
@@ -47,7 +50,8 @@ class StepPlanner:
 
         Raises ValueError if ``decode.batch_sizes`` is out of range.
         """
-        decode, speculation = config.decode, config.speculation
+        decode = config.decode
+        speculation = config.speculation
         buckets = resolve_buckets(decode.batch_sizes, decode.max_num_seqs, decode.device)
         min_shape_index = len(levels) - 1 if speculation.draft_length == draft_length.FIXED else 0
         common_keys = common_step_keys(buckets, levels, catch_up, min_shape_index)

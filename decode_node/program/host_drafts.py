@@ -32,7 +32,8 @@ class HostDraftRunner:
     """
 
     def __init__(self, loaded: LoadedModel, caches: Caches) -> None:
-        self._loaded, self._caches = loaded, caches
+        self._loaded = loaded
+        self._caches = caches
         self.num_draftless_steps = 0
 
     def draft_inputs(self, key: StepKey, level: DraftShape, rows: RowTensors) -> tuple[Tensor, ...]:
@@ -84,7 +85,9 @@ def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
     a tensor has a wrong shape or must not be there.
     """
     like_BN, (num_rows, num_drafts) = like.tokens_BN, like.tokens_BN.shape
-    tokens_BN, num_B, q_BNV = drafts.tokens_BN, drafts.num_B, drafts.q_BNV
+    tokens_BN = drafts.tokens_BN
+    num_B = drafts.num_B
+    q_BNV = drafts.q_BNV
     parents_BN = drafts.parents_BN
     num_B = like_BN.new_full((num_rows,), num_drafts) if num_B is None else num_B
     tensors = (tokens_BN, num_B, q_BNV, parents_BN)

@@ -52,10 +52,8 @@ class InFlightStep:
         )
 
     def _accepted_paths(self, accepted: list[int]) -> list[AcceptedPath]:
-        limits, path_BE = (
-            [sequence.draft_limit for sequence in self.sequences],
-            self.outcome.path_BE,
-        )
+        limits = [sequence.draft_limit for sequence in self.sequences]
+        path_BE = self.outcome.path_BE
         if path_BE is None:
             return [(limit, range(1, k + 1)) for limit, k in zip(limits, accepted, strict=True)]
         rows = zip(limits, path_BE.tolist(), accepted, strict=False)
@@ -66,12 +64,13 @@ class Launcher:
     """Launches the tensor programs of steps. Owns the row tensors of a rank."""
 
     def __init__(self, parts: RankParts, catch_up: CatchUpPolicy) -> None:
-        loaded, self._levels = parts.loaded, parts.draft_shapes
-        self._loaded, self._pool, self._catch_up = loaded, parts.pool, catch_up
-        self._transitions, max_depth = (
-            DepthTransitions.from_shapes(self._levels),
-            self._levels[-1].depth,
-        )
+        loaded = parts.loaded
+        self._levels = parts.draft_shapes
+        self._loaded = loaded
+        self._pool = parts.pool
+        self._catch_up = catch_up
+        self._transitions = DepthTransitions.from_shapes(self._levels)
+        max_depth = self._levels[-1].depth
         width = parts.pool.num_pages_for(loaded.max_model_len + num_slots_ahead(self._levels))
         self.rows = Rows(loaded, parts.config.decode.max_num_seqs, max_depth, parts.pool, width)
         self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
@@ -97,7 +96,8 @@ class Launcher:
 
     def launch(self, step: PreparedStep) -> InFlightStep:
         """Launch ``step``. Rows and pages of its sequences must not be freed before ``collect``."""
-        key, started_at = step.plan.key, timestamp(self._loaded.device)
+        key = step.plan.key
+        started_at = timestamp(self._loaded.device)
         depth = self._levels[key.shape_index].depth
         self._loaded.dispatch.is_counting = step.plan.purpose == SERVE
         result = self.programs.run(step)
@@ -105,7 +105,8 @@ class Launcher:
         max_logprobs = max((num for num in num_logprobs if num is not None), default=None)
         logprobs = None
         if max_logprobs is not None:
-            logits_BEV, tokens_BE = self.programs.logits(result), result.outcome.tokens_BE
+            logits_BEV = self.programs.logits(result)
+            tokens_BE = result.outcome.tokens_BE
             logprobs = download(raw_logprobs(logits_BEV, tokens_BE, max_logprobs))
         outcome = download(result.outcome)
         ended_at = timestamp(self._loaded.device)
@@ -113,10 +114,8 @@ class Launcher:
             sequence.last_depth = depth
             sequence.backlog = self._catch_up.backlog(sequence.backlog, depth, key.catch_up)
         usual = self._catch_up.catch_up_width(depth, self._catch_up.initial_backlog)
-        is_steady_state, rest = (
-            result.is_steady_state and key.catch_up == usual,
-            (logprobs, started_at, ended_at),
-        )
+        is_steady_state = result.is_steady_state and key.catch_up == usual
+        rest = (logprobs, started_at, ended_at)
         return InFlightStep(
             step.sequences, step.plan, self._transitions, outcome, *rest, is_steady_state
         )

@@ -70,7 +70,9 @@ class Programs:
     def __init__(
         self, loaded: LoadedModel, caches: Caches, rows: Rows, levels: DraftShapes
     ) -> None:
-        self._loaded, self._caches, self._rows = loaded, caches, rows
+        self._loaded = loaded
+        self._caches = caches
+        self._rows = rows
         self.functions: dict[int, tuple[StepKey, ReplayableFunction]] = {}
         self.uncapturable: dict[StepKey, str] = loaded.uncapturable
         self._num_failed = Counter[StepKey]()
@@ -80,7 +82,8 @@ class Programs:
     @property
     def exec_mode_status(self) -> str:
         """Execution mode and degradations, as text for the rank's status."""
-        form, uncapturable = self._loaded.exec_mode, list(self.uncapturable.values())
+        form = self._loaded.exec_mode
+        uncapturable = list(self.uncapturable.values())
         is_best = form == self._loaded.kernels.exec_mode
         status = [form if is_best else f"{form}: {self._loaded.dispatch.eager_reason}"]
         status += (
@@ -100,14 +103,16 @@ class Programs:
 
     def run(self, step: PreparedStep) -> StepResult:
         """Run the step. The first run of a program may record or capture it."""
-        inputs, function = self._inputs(step), self._function(step)
+        inputs = self._inputs(step)
+        function = self._function(step)
         is_steady_state = function.is_ready and step.plan.is_final_mode
         hidden_or_logits, *outcome = self._call(step.plan.key, function, inputs, MAX_TRIES)
         return StepResult(Outcome(*outcome), hidden_or_logits, is_steady_state)
 
     def capture_program(self, step: PreparedStep) -> None:
         """Capture a program, on rows that belong to no sequence."""
-        inputs, function = self._inputs(step), self._function(step)
+        inputs = self._inputs(step)
+        function = self._function(step)
         while not function.is_ready:
             self._call(step.plan.key, function, inputs, 1)
 
@@ -128,7 +133,8 @@ class Programs:
         self.functions.clear()
 
     def _function(self, step: PreparedStep) -> ReplayableFunction:
-        key, program_id = step.plan.key, step.plan.program_id
+        key = step.plan.key
+        program_id = step.plan.program_id
         if program_id in self.functions and self.functions[program_id][0] == key:
             return self.functions[program_id][1]
         compute = partial(self._compute, key, step.num_pages)
@@ -167,10 +173,8 @@ class Programs:
         write_B: Tensor,
         *host_drafts: Tensor,
     ) -> tuple[Tensor, ...]:
-        rows, shape = (
-            self._rows.select(read_B, num_pages, key.traits),
-            self._shapes[key.shape_index],
-        )
+        rows = self._rows.select(read_B, num_pages, key.traits)
+        shape = self._shapes[key.shape_index]
         drafts = unpack_drafts(shape.draft_shape, host_drafts) if host_drafts else None
         output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
         self._rows.store(write_B, output.state, output.emitted, key.traits)

@@ -78,9 +78,12 @@ class Rows:
     def __init__(
         self, loaded: LoadedModel, num_rows: int, max_depth: int, pool: PagePool, width: int
     ) -> None:
-        self._loaded, self._max_depth = loaded, max_depth
-        self._read_padding, self._write_padding = num_rows, num_rows + 1
-        self._num_rows, self._num_pages = num_rows + 2, [0] * num_rows
+        self._loaded = loaded
+        self._max_depth = max_depth
+        self._read_padding = num_rows
+        self._write_padding = num_rows + 1
+        self._num_rows = num_rows + 2
+        self._num_pages = [0] * num_rows
         self._no_pages_1P = torch.zeros(1, width, dtype=torch.int64)
         padding = self._row(_request((0,), 0), is_real=False)
         self._table: RowTensors = map_tensors(
@@ -105,7 +108,8 @@ class Rows:
             first_token: First output token, which is not in the KV cache yet.
             features_F: Drafter features of the tokens before it. None if none were handed over.
         """
-        row, original = sequence.row, sequence.request
+        row = sequence.row
+        original = sequence.request
         request = replace(original, output_ids=(*original.output_ids, first_token))
         new = self._row(request, features_F, draft_limit=sequence.draft_limit)
         write_rows(self._table, self._upload([row]), new)
@@ -126,12 +130,15 @@ class Rows:
         They are no inference tensors, because they are also written outside of inference mode.
         """
         if self._logit_rules is None:
-            vocab_size, device = self._loaded.config.vocab_size, self._loaded.device
+            vocab_size = self._loaded.config.vocab_size
+            device = self._loaded.device
             self._logit_rules = no_rules(self._num_rows, vocab_size, device)
 
     def update_page_table(self, sequence: RunningSequence) -> None:
         """Append the pages that ``sequence`` has gained since the last call to its page table."""
-        row, known, num = sequence.row, self._num_pages[sequence.row], len(sequence.pages)
+        row = sequence.row
+        known = self._num_pages[sequence.row]
+        num = len(sequence.pages)
         if num > known:
             self._table.page_table_BP[row, known:num] = self._upload(sequence.pages[known:])
             self._num_pages[row] = num
@@ -143,7 +150,8 @@ class Rows:
 
         ``rows`` come first, followed by padding rows, or by dummy rows if ``is_profile``.
         """
-        num, first = num_rows - len(rows), self._num_rows
+        num = num_rows - len(rows)
+        first = self._num_rows
         more = range(first, first + num) if is_profile else [self._read_padding] * num
         read_B, write_B = self._upload([[*rows, *more], [*rows, *[self._write_padding] * num]])
         return read_B, write_B
@@ -158,7 +166,8 @@ class Rows:
         if traits.has_logit_rules:
             assert self._logit_rules is not None, "no row has rules"
             rules = select_rows(self._logit_rules, read_B)
-        sampler, all_greedy = self._loaded.kernels, traits.all_greedy
+        sampler = self._loaded.kernels
+        all_greedy = traits.all_greedy
         sampling = replace(rows.sampling, all_greedy=all_greedy, rules=rules, sampler=sampler)
         return replace(rows, sampling=sampling, table=self._drafter_table, rows_B=read_B)
 
@@ -184,7 +193,8 @@ class Rows:
         and steps without drafts would seem to take two thirds of their time. The pages end before
         the slots that a step writes.
         """
-        num_known, width = self._loaded.max_model_len // 2, self._no_pages_1P.shape[1]
+        num_known = self._loaded.max_model_len // 2
+        width = self._no_pages_1P.shape[1]
         prompt_ids = (0,) * (min(DUMMY_CONTEXT_TOKENS, num_known) - 1)
         request = _request(prompt_ids, i * self._loaded.config.vocab_size // len(self._num_pages))
         new = self._row(request, torch.randn(self._loaded.drafter.num_handover_features))
@@ -202,13 +212,17 @@ class Rows:
         is_real: bool = True,
     ) -> RowTensors:
         """Build a row on the device. The request's last output id is its last emitted token."""
-        speculation, drafter, dtype = request.speculation, self._loaded.drafter, self._loaded.dtype
-        prompt_ids, output_ids = request.prompt_ids, request.output_ids
+        speculation = request.speculation
+        drafter = self._loaded.drafter
+        dtype = self._loaded.dtype
+        prompt_ids = request.prompt_ids
+        output_ids = request.output_ids
         bounds = [
             getattr(speculation, name) for name in ACCEPTANCE_RULES[speculation.acceptance].bounds
         ]
         is_thinking = is_thinking_at_start(prompt_ids, output_ids, self._loaded.think_ids)
-        is_known, text = features_F is not None, (*prompt_ids, *output_ids)
+        is_known = features_F is not None
+        text = (*prompt_ids, *output_ids)
         known_F = torch.zeros(drafter.num_handover_features) if features_F is None else features_F
         row = RowTensors(
             state=RowState(

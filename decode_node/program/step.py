@@ -78,10 +78,8 @@ def decode_step(
     outcome = Outcome.of(result, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
     if result.path_BE is not None:
         move_path(loaded, caches[MAIN], rows, result)
-        is_same, features_BNF = (
-            features_BNF is hidden_BND,
-            gather_path(features_BNF, result.path_BE),
-        )
+        is_same = features_BNF is hidden_BND
+        features_BNF = gather_path(features_BNF, result.path_BE)
         hidden_BND = features_BNF if is_same else gather_path(hidden_BND, result.path_BE)
         logits_BNV = gather_path(logits_BNV, result.path_BE)
     emitted = Emitted(result.tokens_BE, result.num_accepted_B + 1, features_BNF)
@@ -100,7 +98,9 @@ def verify_input(
     loaded: LoadedModel, rows: RowTensors, drafts: Drafts, logits_BNV: Tensor, tree: Tree | None
 ) -> VerifyInput:
     """Build the input of the acceptance rules, from the main model's logits."""
-    state, sampling, acceptance = rows.state, rows.sampling, rows.acceptance
+    state = rows.state
+    sampling = rows.sampling
+    acceptance = rows.acceptance
     if drafts.num_B is not None and tree is None:
         acceptance = replace(acceptance, limit_B=acceptance.limit_B.minimum(drafts.num_B))
     sampling_args = sampling, state.num_output_B
@@ -154,7 +154,8 @@ def verify(
         Hidden states [B, N1, D], drafter features [B, N1, F] and logits [B, N1, V].
     """
     slots = verify_slots(rows.state.num_known_B, drafts.tokens_BN.shape[1])
-    positions_BQ, context_lens_BQ = slots, slots + 1
+    positions_BQ = slots
+    context_lens_BQ = slots + 1
     if tree is not None:
         positions_BQ, context_lens_BQ = slots[:, :1] + tree.depth_BQ, slots[:, :1].expand_as(slots)
     page_size = caches[MAIN][0].shape[1]
@@ -167,7 +168,8 @@ def verify(
         real_BQ=rows.real_B.unsqueeze(1).expand_as(slots),
         bits_BQ=None if tree is None else tree.bits_BQ,
     )
-    network, drafter = loaded.network, loaded.drafter
+    network = loaded.network
+    drafter = loaded.drafter
     hidden_BND, features_BNF = network.forward_with_taps(batch, caches, drafter.taps)
     if not drafter.num_features:
         features_BNF = features_BNF[..., :0]
@@ -191,7 +193,8 @@ def move_path(
     The remaining tree entries after them are overwritten by later steps.
     """
     assert result.path_BE is not None
-    start_B1, page_size = (rows.state.num_known_B - 1).unsqueeze(1), caches[0].shape[1]
+    start_B1 = (rows.state.num_known_B - 1).unsqueeze(1)
+    page_size = caches[0].shape[1]
     depth_E = torch.arange(1, result.path_BE.shape[1], device=start_B1.device)
     keep_BE = depth_E <= result.num_accepted_B.unsqueeze(1)
     from_BE, to_BE = (
@@ -214,7 +217,8 @@ def commit(
     Cache slots past the new length are overwritten by later steps. The drafter updates its own
     state.
     """
-    drafter, think_ids = loaded.drafter, loaded.think_ids
+    drafter = loaded.drafter
+    think_ids = loaded.think_ids
     return RowState(
         last_B1=result.tokens_BE.gather(1, result.num_accepted_B.unsqueeze(1)),
         num_known_B=state.num_known_B + emitted.num_B,

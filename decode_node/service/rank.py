@@ -59,7 +59,9 @@ class DecodeRank:
         self, parts: RankParts, kv_receiver: KvReceiver, find_control: Callable[[str, int], Control]
     ) -> None:
         lease_s = parts.config.kv_transfer.lease_s
-        self.spec, self.pool, self.loop = parts.spec, parts.pool, parts.loop
+        self.spec = parts.spec
+        self.pool = parts.pool
+        self.loop = parts.loop
         self.kv_receiver = kv_receiver
         self._asyncio = asyncio.get_running_loop()
         self.sessions = Sessions(lease_s, self._asyncio.time)
@@ -153,7 +155,8 @@ class DecodeRank:
         Raises:
             HandoverError, StepFailed: The attempt failed. Another attempt may succeed.
         """
-        identity, offer = start.identity, start.offer
+        identity = start.identity
+        offer = start.offer
         row = await self.loop.call(lambda: self.engine.scheduler.get_grant(identity))
         try:
             control = self._find_control(offer.owner, offer.epoch)
@@ -238,7 +241,8 @@ class DecodeRank:
         )
 
     def _load(self) -> RankLoad:
-        engine, counts = self.engine, self.kv_receiver.counts()
+        engine = self.engine
+        counts = self.kv_receiver.counts()
         steps = {name: getattr(engine, name) for name in ("num_steps", "step_s", "program_s")}
         return RankLoad(
             num_active_rows=len(engine.scheduler.sequences),

@@ -40,7 +40,8 @@ _UNSUPPORTED_MODELS = {
     "glm": "GLM is another family, even where its attention is MLA",
     "kimi_k25": "it nests a vision model around its int4 text model",
 }
-_V2, _GREEDY = "deepseek_v2", "greedy"
+_V2 = "deepseek_v2"
+_GREEDY = "greedy"
 _ROUTINGS = {_V2: ("softmax/greedy", "softmax/group_limited_greedy")}
 # The architectures' values of keys that a file lacks; transformers writes neither of V3's.
 _V2_DEFAULTS = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
@@ -210,15 +211,18 @@ class ModelConfig:
     @model_validator(mode="after")
     def _check_together(self) -> "ModelConfig":
         """Validate combinations of fields."""
-        num_layers, num_chosen = self.num_hidden_layers, self.num_experts_per_tok
-        is_v2, routing = self.model_type == _V2, f"{self.scoring_func}/{self.topk_method}"
+        num_layers = self.num_hidden_layers
+        num_chosen = self.num_experts_per_tok
+        is_v2 = self.model_type == _V2
+        routing = f"{self.scoring_func}/{self.topk_method}"
         routings = _ROUTINGS.get(self.model_type, ("sigmoid/noaux_tc",))
         if routing not in routings:
             raise ValueError(
                 f"scoring_func/topk_method = {routing}: model_type = {self.model_type} has "
                 f"{' or '.join(routings)}"
             )
-        is_greedy, num_experts = self.topk_method == _GREEDY, self.n_routed_experts
+        is_greedy = self.topk_method == _GREEDY
+        num_experts = self.n_routed_experts
         num_groups, num_kept = (1, 1) if is_greedy else (self.n_group, self.topk_group)
         per_group, rest = divmod(num_experts, num_groups)
         is_too_small = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2

@@ -18,7 +18,8 @@ def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
     If none of them is in the vocabulary, return the ids of the texts in tokenizer_config.json and
     special_tokens_map.json.
     """
-    generation, size = read_json(folder / "generation_config.json"), config.get("vocab_size")
+    generation = read_json(folder / "generation_config.json")
+    size = config.get("vocab_size")
     values = config.get("eos_token_id"), generation.get("eos_token_id")
     ids = usable_ids(values, size, folder) or usable_ids(_ids_of_texts(folder), size, folder)
     if not ids:

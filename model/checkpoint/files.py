@@ -15,7 +15,8 @@ from tandem.model.checkpoint.config import ModelConfig
 from tandem.model.checkpoint.digest import checkpoint_digest
 from tandem.model.checkpoint.headers import Header, read_header
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 
 
 class CheckpointFiles(ExitStack):

@@ -24,7 +24,8 @@ def map_tensors(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Ro
     if isinstance(rows, Tensor):
         made = function(rows, *others)
     elif is_dataclass(rows):
-        names, trees = [field.name for field in fields(rows)], (rows, *others)
+        names = [field.name for field in fields(rows)]
+        trees = (rows, *others)
         parts = (map_tensors(function, *(getattr(tree, name) for tree in trees)) for name in names)
         made = type(made)(*parts)
     return made

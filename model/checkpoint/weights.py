@@ -122,7 +122,8 @@ def load_weights(
     routing bias) keep their dtype. Raises ValueError if a tensor is missing, unknown, unreadable or
     of the wrong shape; the message names tensor, file and both shapes.
     """
-    files, config = checkpoint.files, checkpoint.config
+    files = checkpoint.files
+    config = checkpoint.config
     if checkpoint.keep_fp8:
         keep_fp8(module, lambda name: files.is_fp8(prefix + name))
     tensors = _materialise(module, checkpoint)

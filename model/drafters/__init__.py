@@ -13,8 +13,10 @@ from tandem.model.drafters.user import UserDrafter
 from tandem.model.network.cache import MTP
 from tandem.model.network.deepseek import DeepseekV3
 
-NONE, NGRAM = "none", "ngram"
-MERGED_PREFIX, NOT_MERGEABLE = f"{NGRAM}+", (NGRAM, "self")
+NONE = "none"
+NGRAM = "ngram"
+MERGED_PREFIX = f"{NGRAM}+"
+NOT_MERGEABLE = (NGRAM, "self")
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
 """Creates a drafter from a checkpoint, its loaded main model and the speculation settings. The
 drafter may share the main model's embedding and head."""

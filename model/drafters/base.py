@@ -62,7 +62,9 @@ class DraftContext:
 
         ``logits(i, last_B1)`` returns the logits [B, V] for draft i, given the token before it.
         """
-        drafts_BN, last_B1, drawn_from = self.last_B1[:, :0], self.last_B1, []
+        drafts_BN = self.last_B1[:, :0]
+        last_B1 = self.last_B1
+        drawn_from = []
         for i in range(num):
             next_B, q_BV = self.sample_draft(logits(i, last_B1), drafts_BN)
             last_B1 = next_B.unsqueeze(1)

@@ -68,7 +68,8 @@ def root_beam(hidden_BD: Tensor) -> Beam:
 def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
     """Return the candidates after each node. No candidate scores higher than its parent."""
     parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(top.tokens_BQK)
-    log_probs_BK1, scores_BK1 = beam.log_probs_BK.unsqueeze(2), beam.scores_BK.unsqueeze(2)
+    log_probs_BK1 = beam.log_probs_BK.unsqueeze(2)
+    scores_BK1 = beam.scores_BK.unsqueeze(2)
     scores_BKR = (log_probs_BK1 + top.scores_BQK).minimum(scores_BK1)
     log_probs_BKR = log_probs_BK1 + top.log_probs_BQK
     own = top.tokens_BQK.flatten(1), parents_BKR.flatten(1)
@@ -78,12 +79,11 @@ def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
 def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
     """Return the beam of the best candidates of the last expansion. ``hidden_BKD`` still holds the
     hidden states of their parents."""
-    last, num_candidates = (
-        candidates[-1],
-        candidates[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1],
-    )
+    last = candidates[-1]
+    num_candidates = candidates[-1].tokens_BC.shape[1] // beam.numbers_BK.shape[1]
     best_BK = last.scores_BC.argsort(dim=1, descending=True, stable=True)[:, :num_candidates]
-    from_BK, num_before = best_BK // num_candidates, beam.drafts_BM.shape[1]
+    from_BK = best_BK // num_candidates
+    num_before = beam.drafts_BM.shape[1]
     node_K = torch.arange(num_before + 1, num_before + num_candidates + 1, device=best_BK.device)
     hidden_size = beam.hidden_BKD.shape[2]
     depth = beam.nodes.depth + 1

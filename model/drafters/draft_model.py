@@ -49,7 +49,9 @@ class ModelDrafter(MtpDrafter):
 
     def __init__(self, model: DeepseekV3, identity: str) -> None:
         config = model.config
-        self._network, self._rope, self.identity = model, model.rope, identity
+        self._network = model
+        self._rope = model.rope
+        self.identity = identity
         self.cache_groups = (CacheGroup(NAME, config.num_hidden_layers, config.latent_dim),)
 
     @classmethod

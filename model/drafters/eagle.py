@@ -36,7 +36,9 @@ class EagleDrafter(MtpDrafter):
 
     def __init__(self, network: DeepseekV3, layer: EagleLayer, identity: str = "") -> None:
         super().__init__(network, layer)  # type: ignore[arg-type]
-        config, self.uses_collectives, self.identity = layer.config, False, identity
+        config = layer.config
+        self.uses_collectives = False
+        self.identity = identity
         self._head = layer
         self.taps = config.taps
         self.num_features = max(1, len(config.taps)) * config.model.hidden_size
@@ -63,11 +65,13 @@ class EagleDrafter(MtpDrafter):
         )
         file = find_file(spec_config.draft_model_path, WEIGHTS)
         tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
-        d2t_U, t2d_V = tensors.pop("d2t", None), tensors.pop("t2d", None)
+        d2t_U = tensors.pop("d2t", None)
+        t2d_V = tensors.pop("t2d", None)
         with torch.device("meta"):
             layer = cls.layer_class(config, set(tensors))
         if not checkpoint.may_draft:
-            layer.midlayer.mlp, layer.lm_head = None, None
+            layer.midlayer.mlp = None
+            layer.lm_head = None
             tensors = {n: one for n, one in tensors.items() if not n.startswith(_OUTPUT_PREFIXES)}
         load_parameters(layer, file, tensors, checkpoint)
         if config.raw_config.num_outputs != config.raw_config.vocab_size:
@@ -117,7 +121,8 @@ def logit_columns(
     contradicts ``t2d_V``.
     """
     num = 0 if d2t_U is None else len(d2t_U)
-    num_outputs, vocab_size = raw_config.num_outputs, raw_config.vocab_size
+    num_outputs = raw_config.num_outputs
+    vocab_size = raw_config.vocab_size
     if d2t_U is None or num != num_outputs:
         raise ValueError(
             f"{file}: d2t has {num} entries for draft_vocab_size = {num_outputs}; download it again"

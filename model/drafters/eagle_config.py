@@ -119,7 +119,8 @@ def read_config(
     Raises:
         ValueError: Naming file, key, value and remedy.
     """
-    file, main_config = folder / CONFIG, read_json(main / CONFIG)
+    file = folder / CONFIG
+    main_config = read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(
             f"{file}: no such file; speculation.draft_model_path names the folder of a head"
@@ -180,7 +181,8 @@ def _check(file: Path, raw_config: RawEagleConfig, main_config: dict[str, Any]) 
                 f"{file}: {name} = {getattr(raw_config, name)}, the model's is {expected[name]}; "
                 "use a head that was trained for it"
             )
-    num, num_kv = raw_config.num_attention_heads, raw_config.num_key_value_heads
+    num = raw_config.num_attention_heads
+    num_kv = raw_config.num_key_value_heads
     if num_kv and num % num_kv:
         raise ValueError(f"{file}: num_key_value_heads = {num_kv}: has to divide {num} heads")
 

@@ -22,17 +22,22 @@ class GroupedAttention(KernelModule):
 
     def __init__(self, config: EagleConfig, dim_in: int) -> None:
         super().__init__()
-        raw_config, width = config.raw_config, config.raw_config.head_width
-        self._num_heads, self._scale = raw_config.num_attention_heads, width**-0.5
-        num_q, num_kv = raw_config.num_attention_heads * width, raw_config.num_kv_heads * width
+        raw_config = config.raw_config
+        width = config.raw_config.head_width
+        self._num_heads = raw_config.num_attention_heads
+        self._scale = width**-0.5
+        num_q = raw_config.num_attention_heads * width
+        num_kv = raw_config.num_kv_heads * width
         self.q_proj = Linear(dim_in, num_q)
-        self.k_proj, self.v_proj = Linear(dim_in, num_kv), Linear(dim_in, num_kv)
+        self.k_proj = Linear(dim_in, num_kv)
+        self.v_proj = Linear(dim_in, num_kv)
         self.o_proj = Linear(num_q, config.model.hidden_size)
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
         super().process_weights_after_loading(kernels)
         weights = self.k_proj.weight.data, self.v_proj.weight.data
-        self._num_kv, self._kv = 2 * self.k_proj.num_out, kernels.pack(torch.cat(weights))
+        self._num_kv = 2 * self.k_proj.num_out
+        self._kv = kernels.pack(torch.cat(weights))
         del self.k_proj, self.v_proj
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
@@ -64,13 +69,16 @@ class MidLayer(nn.Module):
 
     def __init__(self, config: EagleConfig, dim_in: int, has_norms: bool) -> None:
         super().__init__()
-        model, dim, eps = config.model, config.model.hidden_size, config.model.rms_norm_eps
+        model = config.model
+        dim = config.model.hidden_size
+        eps = config.model.rms_norm_eps
         is_grouped = config.raw_config.num_kv_heads > 0
         self.self_attn = GroupedAttention(config, dim_in) if is_grouped else MLA(model, dim_in)
         self.post_attention_layernorm = RMSNorm(dim, eps)
         self.mlp: nn.Module | None = GatedMLP(dim, config.raw_config.intermediate_size)
         if has_norms:
-            self.input_layernorm, self.hidden_norm = RMSNorm(dim, eps), RMSNorm(dim, eps)
+            self.input_layernorm = RMSNorm(dim, eps)
+            self.hidden_norm = RMSNorm(dim, eps)
 
     def forward(
         self, x_XD: Tensor, before_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin
@@ -102,7 +110,8 @@ class EagleLayer(nn.Module):
     def __init__(self, config: EagleConfig, tensor_names: set[str]) -> None:
         """Create the parameters; ``tensor_names`` are the tensors in the head's file."""
         super().__init__()
-        model, dim = config.model, config.model.hidden_size
+        model = config.model
+        dim = config.model.hidden_size
         self.config = config
         self.fc = Linear((len(config.taps) or 2) * dim, dim)
         self.fc_bias = nn.Parameter(torch.empty(dim)) if "fc_bias" in tensor_names else None

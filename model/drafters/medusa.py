@@ -47,7 +47,9 @@ class MedusaDrafter(Drafter):
     ) -> None:
         """Create the drafter. ``choices`` are the paths of the tree (choices.py), ``size`` is the
         hidden size."""
-        self.heads, self._choices, self._device = nn.ModuleList(heads), choices, device
+        self.heads = nn.ModuleList(heads)
+        self._choices = choices
+        self._device = device
         self.num_features = size
         self._candidate_slots: dict[DraftShape, tuple[int, Tensor]] = {}
         """For each draft shape, the candidates per head K and the indices [2, N] of its drafts

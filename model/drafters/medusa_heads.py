@@ -57,7 +57,8 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
     """
     file = find_file(folder, FILES)
     tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
-    size, vocab = checkpoint.config.hidden_size, checkpoint.config.vocab_size
+    size = checkpoint.config.hidden_size
+    vocab = checkpoint.config.vocab_size
     device = checkpoint.device if checkpoint.may_draft else torch.device("meta")
 
     def take(name: str, *shape: int) -> Tensor:
@@ -69,7 +70,8 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
         blocks: list[tuple[Tensor, Tensor]] = []
         while f"{i}.{len(blocks)}.linear.weight" in tensors:
             prefix = f"{i}.{len(blocks)}.linear"
-            weight, bias = take(f"{prefix}.weight", size, size), take(f"{prefix}.bias", size)
+            weight = take(f"{prefix}.weight", size, size)
+            bias = take(f"{prefix}.bias", size)
             blocks.append((weight, bias))
         of_its_own = tensors.keys() & {f"{i}.{len(blocks)}.weight", f"{i}.weight"}
         own_head = take(of_its_own.pop(), vocab, size) if of_its_own else None

@@ -31,14 +31,15 @@ class MergedDrafter(Drafter):
     """
 
     def __init__(self, ngram_drafter: Drafter, model_drafter: Drafter) -> None:
-        self._ngram_drafter, self._model_drafter = ngram_drafter, model_drafter
+        self._ngram_drafter = ngram_drafter
+        self._model_drafter = model_drafter
         self.name = f"{ngram_drafter.name}+{model_drafter.name}"
-        self.uses_collectives, self.num_features = (
-            model_drafter.uses_collectives,
-            model_drafter.num_features,
-        )
-        self.taps, self.num_feature_tokens = model_drafter.taps, model_drafter.num_feature_tokens
-        self.identity, self.cache_groups = model_drafter.identity, model_drafter.cache_groups
+        self.uses_collectives = model_drafter.uses_collectives
+        self.num_features = model_drafter.num_features
+        self.taps = model_drafter.taps
+        self.num_feature_tokens = model_drafter.num_feature_tokens
+        self.identity = model_drafter.identity
+        self.cache_groups = model_drafter.cache_groups
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
         self._ngram_drafter.process_weights_after_loading(kernels)

@@ -120,7 +120,8 @@ class MtpDrafter(Drafter):
     ) -> Tensor:
         """Run one pass over tokens and the hidden states before them; return the normalised hidden
         states [X, D]."""
-        z_XD, angles = self._project_inputs(batch, hidden_XD), angles or self._angles(batch)
+        z_XD = self._project_inputs(batch, hidden_XD)
+        angles = angles or self._angles(batch)
         return self._layer.predict(z_XD, batch, caches[self.group][-1], angles)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
@@ -230,7 +231,8 @@ class MtpDrafter(Drafter):
         context_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._rope.at((context_NB1 if self.lag else slots_NB).flatten())
         angles = zip(cos.chunk(num_passes), sin.chunk(num_passes), strict=True)
-        real_B1, table_BP = context.real_B.unsqueeze(1), context.page_table_BP
+        real_B1 = context.real_B.unsqueeze(1)
+        table_BP = context.page_table_BP
         batches = (
             Batch(at, at if self.lag else at - 1, places, at, table_BP, real_BQ=real_B1)
             for at, places in zip(context_NB1, places_NB1, strict=True)

@@ -48,7 +48,8 @@ class MtpTreeDrafter(MtpDrafter):
         this size."""
         drafter = super().load(checkpoint, network, spec_config)
         assert spec_config.max_tree_nodes is not None, "or chains are drafted"
-        top_k, num_later = spec_config.top_k, spec_config.max_depth - 1
+        top_k = spec_config.top_k
+        num_later = spec_config.max_depth - 1
         most = top_k + num_later * top_k**2
         if spec_config.max_tree_nodes > most:
             raise ValueError(
@@ -61,7 +62,8 @@ class MtpTreeDrafter(MtpDrafter):
                 f"speculation.top_k={top_k}: use at most {MAX_NODES // num_later} with "
                 f"speculation.max_depth={spec_config.max_depth}"
             )
-        drafter._num_nodes, drafter._top_k = spec_config.max_tree_nodes, top_k
+        drafter._num_nodes = spec_config.max_tree_nodes
+        drafter._top_k = top_k
         return drafter
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
@@ -103,7 +105,8 @@ class MtpTreeDrafter(MtpDrafter):
         self, context: DraftContext, draft_shape: DraftShape, caches: Caches
     ) -> Iterator[tuple[Batch, RopeCosSin]]:
         """Yield all passes after the first, except for their tokens and paths."""
-        num_passes, known_B1 = draft_shape.depth - 1, context.num_known_B.unsqueeze(1)
+        num_passes = draft_shape.depth - 1
+        known_B1 = context.num_known_B.unsqueeze(1)
         if num_passes == 0:
             return
         index_M = torch.arange(num_passes * self._top_k, device=known_B1.device)

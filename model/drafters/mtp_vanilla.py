@@ -59,7 +59,8 @@ class PassWindow:
         cls, state: MtpRows, context: DraftContext, num_history: int, catch_up_width: int
     ) -> Self:
         """Build the window for a step that catches up by ``catch_up_width``."""
-        num_real_B, width = state.num_pending_B + num_history, num_history + catch_up_width
+        num_real_B = state.num_pending_B + num_history
+        width = num_history + catch_up_width
         row_W = torch.arange(width, device=num_real_B.device)
         slots_BW = (context.num_known_B - 1 - num_real_B).unsqueeze(1) + row_W
         tokens_BT = F.pad(state.tokens_BM[:, :width], (0, num_history))
@@ -150,7 +151,8 @@ class VanillaDrafter(MtpDrafter):
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Write the cache entries of a packed batch. Row i of module k pairs token i + k with the
         output of module k-1."""
-        batch, hidden_TD = shift_positions(batch), features_1TF[0]
+        batch = shift_positions(batch)
+        hidden_TD = features_1TF[0]
         angles = self._angles(batch)
         for i, (layer, cache) in enumerate(zip(self._layers, caches[MTP], strict=True)):
             batch = shift_tokens(batch, next_GK[:, i])
@@ -172,7 +174,8 @@ class VanillaDrafter(MtpDrafter):
         from the text."""
         if catch_up_width == 0:
             return Drafts(state.tokens_BM[:, :0])
-        num, page_size = len(self._layers), caches[MTP][0].shape[1]
+        num = len(self._layers)
+        page_size = caches[MTP][0].shape[1]
         window = PassWindow.of(state, context, self._num_history, catch_up_width)
         later = self._later_passes(context, max(0, draft_shape.depth - num), page_size)
         head_BD = state.hidden_BMD[:, 0]
@@ -219,7 +222,8 @@ class VanillaDrafter(MtpDrafter):
     ) -> Tensor:
         """Write the entries of a module and return its output at the head row. The last module
         computes that output only with ``has_draft``; otherwise its input is returned."""
-        layer, cache = self._layers[number], caches[MTP][number]
+        layer = self._layers[number]
+        cache = caches[MTP][number]
         batch = window.batch(number, context, cache.shape[1])
         cos, sin = angles = self._angles(batch)
         z_XD = layer.project_inputs(self._embedded(batch), window.hidden_XD)

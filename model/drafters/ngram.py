@@ -35,7 +35,8 @@ class NgramDrafter(TextDrafter):
     name = "ngram"
 
     def __init__(self, max_ngram_size: int, *, oldest: bool) -> None:
-        self._max_ngram_size, self._oldest = max_ngram_size, oldest
+        self._max_ngram_size = max_ngram_size
+        self._oldest = oldest
         self._find_continuation: Callable[..., tuple[Tensor, Tensor]] = find_continuation
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
@@ -169,8 +170,10 @@ def find_continuation(
     """
     text_BT = text_RT.index_select(0, rows_B)
     num_places = text_BT.shape[1]
-    known_B1, place_T = num_known_B.unsqueeze(1), torch.arange(num_places, device=text_BT.device)
-    goes_on_BT, size_BT = place_T < known_B1, torch.zeros_like(text_BT)
+    known_B1 = num_known_B.unsqueeze(1)
+    place_T = torch.arange(num_places, device=text_BT.device)
+    goes_on_BT = place_T < known_B1
+    size_BT = torch.zeros_like(text_BT)
     for i in range(max_ngram_size):
         token_B1 = text_BT.gather(1, (known_B1 - 1 - i).clamp(min=0))
         same_BT = F.pad(text_BT == token_B1, (i + 1, 0))[:, :num_places]

@@ -14,7 +14,8 @@ from torch import Tensor
 NUM_SLOTS = 1 << 18
 """Number of slots, a power of two (4 MB). One further slot takes the entries that are not to be
 kept."""
-_FACTOR, _SHIFT = 0x9E3779B97F4A7C15 - (1 << 64), 29
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+_SHIFT = 29
 EMPTY_HASH = 0
 
 
@@ -33,7 +34,8 @@ class NgramTable(NamedTuple):
 
 def hash_ngrams(before_BWM: Tensor) -> Tensor:
     """Return the hashes [B, W, M] of the last 1 .. M tokens before each position."""
-    found, mixed = [], torch.zeros_like(before_BWM[..., 0])
+    found = []
+    mixed = torch.zeros_like(before_BWM[..., 0])
     for i in range(before_BWM.shape[2]):
         mixed = (mixed + before_BWM[..., -1 - i] + 1) * _FACTOR
         mixed = mixed ^ (mixed >> _SHIFT)
@@ -70,7 +72,9 @@ def lookup_drafts(
         The drafts [B, N] and the number of them before the first n-gram that is missing.
     """
     size_M = torch.arange(1, last_BM.shape[1] + 1, device=last_BM.device)
-    drafts, goes_on_B, num_B = [], num_known_B > 0, torch.zeros_like(num_known_B)
+    drafts = []
+    goes_on_B = num_known_B > 0
+    num_B = torch.zeros_like(num_known_B)
     for i in range(num_drafts):
         hash_BM = hash_ngrams(last_BM.unsqueeze(1)).squeeze(1)
         slot_BM = hash_BM & (NUM_SLOTS - 1)

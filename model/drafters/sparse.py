@@ -43,7 +43,8 @@ class SparseDrafter(Drafter):
     name = "self"
 
     def __init__(self, network: DeepseekV3, budget: int) -> None:
-        self._network, self._budget = network, budget
+        self._network = network
+        self._budget = budget
         self.uses_collectives = network.dispatch.placement is not None
 
     @classmethod

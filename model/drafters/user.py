@@ -52,12 +52,11 @@ class UserDrafter(TextDrafter):
     def __init__(
         self, user_drafter: UserClass, num_nodes: int | None, vocab_size: int, timeout_s: float
     ) -> None:
-        self.name, self._user_drafter, self._num_nodes = (
-            type(user_drafter).__name__,
-            user_drafter,
-            num_nodes,
-        )
-        self._vocab_size, self._timeout_s = vocab_size, timeout_s
+        self.name = type(user_drafter).__name__
+        self._user_drafter = user_drafter
+        self._num_nodes = num_nodes
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
         self._texts: dict[int, list[int]] = {}
         self._thread: Thread | None = None
         self.num_failures = self._num_failures_in_row = 0
@@ -116,7 +115,8 @@ class UserDrafter(TextDrafter):
     ) -> Drafts:
         found = self._draft_with_timeout(self._real_texts(context), draft_shape)
         tokens_BN = torch.zeros(len(context.real_B), draft_shape.num_nodes, dtype=torch.int64)
-        parents_BN, num_B = tokens_BN.clone(), tokens_BN.new_zeros(len(tokens_BN))
+        parents_BN = tokens_BN.clone()
+        num_B = tokens_BN.new_zeros(len(tokens_BN))
         for b, (tokens, parents) in found.items():
             num_B[b] = num = len(tokens)
             tokens_BN[b, :num], parents_BN[b, :num] = torch.tensor([tokens, parents]).long()
@@ -181,7 +181,8 @@ class UserDrafter(TextDrafter):
                 found.append(([], []))
 
     def _record_failure(self, error: BaseException, num: int = 1) -> None:
-        self.num_failures, self._last_error = self.num_failures + num, repr(error)
+        self.num_failures = self.num_failures + num
+        self._last_error = repr(error)
         self._num_failures_in_row += 1
         if self._num_failures_in_row == MAX_FAILURES_IN_ROW:
             log.error("%s", self.status_note)
@@ -193,7 +194,8 @@ def check_drafts(drafts: Any, draft_shape: DraftShape, vocab_size: int) -> Token
     if not isinstance(drafts, list | tuple):
         raise ValueError(f"drafts: {type(drafts)}; use a list of token ids, or (ids, parents)")
     tokens, parents = drafts if isinstance(drafts, tuple) else (drafts, range(len(drafts)))
-    tokens, parents = list(tokens), list(parents)
+    tokens = list(tokens)
+    parents = list(parents)
     if not all(type(one) is int for one in (*tokens, *parents)):
         raise ValueError("drafts: they have to be ints")
     if len(tokens) > draft_shape.num_nodes or len(parents) != len(tokens):

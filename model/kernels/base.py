@@ -215,7 +215,8 @@ class Kernels(Sampler):
     def gqa_attend(self, q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor) -> Tensor:
         """Compute grouped-query attention over each sequence's pages: [X, H, K]. A cache entry is
         the keys and values of G heads [2, G, K]. Queries are rotated here."""
-        num_q, width = context_lens_BQ.shape[1], q_XHK.shape[2]
+        num_q = context_lens_BQ.shape[1]
+        width = q_XHK.shape[2]
         context_BSL, broken_BS = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP))
         context = context_BSL.unflatten(-1, (2, -1, width))
         k_BGSK, v_BGSK = (one.transpose(1, 2) for one in context.unbind(2))
@@ -261,7 +262,8 @@ class Kernels(Sampler):
         # Imported here: this loads torch._dynamo, which takes 2 s.
         from torch.nn.attention.bias import causal_lower_right
 
-        page_size, num_heads = attn.cache.shape[1], q_THK.shape[1]
+        page_size = attn.cache.shape[1]
+        num_heads = q_THK.shape[1]
         nope, pe = q_THK.split([kv_b.shape[1] - num_values, 2 * attn.cos.shape[1]], -1)
         q_HTK = torch.cat((nope, _rotate_heads(pe, attn)), -1).transpose(0, 1)
         latent_SL, broken_S = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP)[0])
@@ -271,15 +273,19 @@ class Kernels(Sampler):
         )
         k_HSK = torch.cat((k_HSN, k_pe_SR.expand(num_heads, -1, -1)), -1)
         v_HSK = F.pad(v_HSV, (0, max(0, k_HSK.shape[2] - num_values)))
-        out_HTV, row, slot = q_HTK.new_zeros(*q_HTK.shape[:2], num_values), 0, 0
+        out_HTV = q_HTK.new_zeros(*q_HTK.shape[:2], num_values)
+        row = 0
+        slot = 0
         for num, context in zip(segments.lengths, segments.contexts, strict=True):
-            rows, slots = slice(row, row + num), slice(slot, slot + context)
+            rows = slice(row, row + num)
+            slots = slice(slot, slot + context)
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
             seen = causal_lower_right(num, context)
             out = F.scaled_dot_product_attention(q, k, v, seen, scale=attn.scale)
             spoilt_T1 = broken_S[slots].cumsum(0)[-num:, None] > 0
             out_HTV[:, rows] = out[0, ..., :num_values].masked_fill(spoilt_T1, float("nan"))
-            row, slot = row + num, slot + -(-context // page_size) * page_size
+            row = row + num
+            slot = slot + -(-context // page_size) * page_size
         return out_HTV.transpose(0, 1)
 
     def fused_experts(

@@ -63,7 +63,8 @@ def _is_intact(library: Path) -> bool:
 
     Loading a truncated library would kill the process with SIGBUS.
     """
-    code, noted = read_private_file(library), read_private_file(library.with_suffix(DIGEST_SUFFIX))
+    code = read_private_file(library)
+    noted = read_private_file(library.with_suffix(DIGEST_SUFFIX))
     return code is not None and noted == hashlib.sha256(code).hexdigest().encode()
 
 

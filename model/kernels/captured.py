@@ -32,7 +32,9 @@ class Captured:
     """
 
     def __init__(self, function: Function, pool: Any, stream: Any) -> None:
-        self._function, self._pool, self._stream = function, pool, stream
+        self._function = function
+        self._pool = pool
+        self._stream = stream
         self._has_run = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._inputs: list[Tensor] = []
@@ -55,11 +57,14 @@ class Captured:
         return self._outputs
 
     def forget(self) -> None:
-        self._graph, self._inputs, self._outputs = None, [], ()
+        self._graph = None
+        self._inputs = []
+        self._outputs = ()
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         _check_free_memory()
-        self._inputs, graph = [one.clone() for one in inputs], torch.cuda.CUDAGraph()
+        self._inputs = [one.clone() for one in inputs]
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream), _capturing(graph, self._pool):
                 self._outputs = self._function(*self._inputs)

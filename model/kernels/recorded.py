@@ -50,5 +50,6 @@ class Recorded:
             tape.end(list(outputs))
         finally:
             tape.stop()
-        self._tape, self._shapes = tape, [one.shape for one in inputs]
+        self._tape = tape
+        self._shapes = [one.shape for one in inputs]
         return outputs

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAIN, MTP = "main", "mtp"
+MAIN = "main"
+MTP = "mtp"
 
 Caches = dict[str, list[Tensor]]
 """One tensor [num_pages, page_size, width] per layer, by the name of the cache group."""

@@ -89,11 +89,14 @@ class DeepseekV3(nn.Module):
         The features are the concatenated inputs of the layers ``taps``, or the hidden states if
         ``taps`` is empty.
         """
-        x_XD, branch = self.model.embed_tokens(batch.token_ids_BQ.flatten()), None
-        angles, found = self.rope.at(batch.positions_BQ.flatten()), []
+        x_XD = self.model.embed_tokens(batch.token_ids_BQ.flatten())
+        branch = None
+        angles = self.rope.at(batch.positions_BQ.flatten())
+        found = []
         for i, (layer, cache) in enumerate(zip(self.model.layers, caches[MAIN], strict=True)):
             if i in taps:
-                x_XD, branch = self.model.norm.add(x_XD, branch)[0], None
+                x_XD = self.model.norm.add(x_XD, branch)[0]
+                branch = None
                 found.append(x_XD)
             x_XD, branch = layer(x_XD, branch, batch, cache, angles)
         shape = batch.token_ids_BQ.shape

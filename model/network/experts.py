@@ -19,7 +19,9 @@ class Experts(KernelModule):
     def __init__(self, config: ModelConfig, expert_ids: tuple[int, ...]) -> None:
         super().__init__()
         self.expert_ids = expert_ids
-        num, dim, width = len(expert_ids), config.hidden_size, config.moe_intermediate_size
+        num = len(expert_ids)
+        dim = config.hidden_size
+        width = config.moe_intermediate_size
         self.gate_up = Matrices(num, 2 * width, dim, num_parts=2)
         self.down = Matrices(num, dim, width)
 

@@ -95,7 +95,8 @@ class Linear(Matrices):
 
     def __init__(self, dim_in: int, dim_out: int, may_keep_fp8: bool = True) -> None:
         super().__init__(dim_out, dim_in)
-        self.num_out, self.may_keep_fp8 = dim_out, may_keep_fp8
+        self.num_out = dim_out
+        self.may_keep_fp8 = may_keep_fp8
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
         super().process_weights_after_loading(kernels)
@@ -179,7 +180,10 @@ class Rope(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, theta, yarn, scale = config.qk_rope_head_dim, config.rope_theta, config.yarn, 1.0
+        dim = config.qk_rope_head_dim
+        theta = config.rope_theta
+        yarn = config.yarn
+        scale = 1.0
         with torch.device("cpu"):
             inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             if yarn is not None:

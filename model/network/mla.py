@@ -21,7 +21,8 @@ class MLA(KernelModule):
     def __init__(self, config: ModelConfig, dim_in: int | None = None) -> None:
         super().__init__()
         self.config = config
-        dim, num_heads = dim_in or config.hidden_size, config.num_attention_heads
+        dim = dim_in or config.hidden_size
+        num_heads = config.num_attention_heads
         q_dim = num_heads * config.qk_head_dim
         # kv_a is appended to the rows of q_a, so its FP8 blocks must start at a multiple of BLOCK.
         is_even = (config.q_lora_rank or q_dim) % BLOCK == 0
@@ -46,8 +47,10 @@ class MLA(KernelModule):
         super().process_weights_after_loading(kernels)
         config = self.config
         name = "q_proj" if config.q_lora_rank is None else "q_a_proj"
-        first, second = getattr(self, name), self.kv_a_proj_with_mqa
-        self._num_q, self._num_down = first.num_out, first.num_out + second.num_out
+        first = getattr(self, name)
+        second = self.kv_a_proj_with_mqa
+        self._num_q = first.num_out
+        self._num_down = first.num_out + second.num_out
         self._down = kernels.pack(
             concat_rows(*same_format(first.loaded_weights, second.loaded_weights))
         )
@@ -62,7 +65,8 @@ class MLA(KernelModule):
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Write the latents of the batch to ``cache`` and return the attention output [X, D]."""
-        config, kernels = self.config, self.kernels
+        config = self.config
+        kernels = self.kernels
         q = self.write_cache(x_XD, batch, cache, angles)
         if config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
@@ -83,7 +87,9 @@ class MLA(KernelModule):
         Without ``q_lora_rank`` these are the queries themselves.
         """
         down = self.kernels.linear(x_XD, self._down, self._num_down)
-        kv_XL, norm, slots_X = down[:, self._num_q :], self.kv_a_layernorm, batch.write_slots_BQ
+        kv_XL = down[:, self._num_q :]
+        norm = self.kv_a_layernorm
+        slots_X = batch.write_slots_BQ
         attn = self._attention(batch, cache, angles)
         self.kernels.write_mla_cache(kv_XL, norm.weight, norm.eps, attn, slots_X.flatten())
         return down[:, : self._num_q]

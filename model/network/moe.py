@@ -40,7 +40,8 @@ def routing_of(config: ModelConfig) -> Routing:
     With noaux_tc, the bias affects only the selection, and experts of groups that were not kept
     cannot be chosen. In DeepSeek-V2 these experts score 0 instead.
     """
-    has_bias, is_greedy = config.topk_method == "noaux_tc", config.topk_method == "greedy"
+    has_bias = config.topk_method == "noaux_tc"
+    is_greedy = config.topk_method == "greedy"
     num_groups, num_kept = (1, 1) if is_greedy else (config.n_group, config.topk_group)
     return Routing(
         (config.n_routed_experts, num_groups, num_kept, config.num_experts_per_tok),
@@ -61,7 +62,8 @@ class MoE(KernelModule):
     def __init__(self, config: ModelConfig, dispatch: Dispatch, layer: int) -> None:
         super().__init__()
         self.gate = Gate(config)
-        self.dispatch, self.layer = dispatch, layer
+        self.dispatch = dispatch
+        self.layer = layer
         self.experts = Experts(config, dispatch.local_experts(layer))
         shared_width = config.n_shared_experts * config.moe_intermediate_size
         self.shared_experts = GatedMLP(config.hidden_size, shared_width) if shared_width else None

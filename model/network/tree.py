@@ -41,7 +41,8 @@ def build_tree(parents_BN: Tensor, depth: int) -> Tree:
     parent_BQ = torch.cat((torch.zeros_like(parents_BN[:, :1]), parents_BN), 1)
     node_Q = torch.arange(parent_BQ.shape[1], device=parent_BQ.device)
     bits_BQ = (torch.ones_like(node_Q) << node_Q).expand_as(parent_BQ)
-    depth_BQ, above_BQ = (node_Q > 0).long().expand_as(parent_BQ), parent_BQ
+    depth_BQ = (node_Q > 0).long().expand_as(parent_BQ)
+    above_BQ = parent_BQ
     for _ in range(depth.bit_length()):
         bits_BQ = bits_BQ | bits_BQ.gather(1, above_BQ)
         depth_BQ = depth_BQ + depth_BQ.gather(1, above_BQ)

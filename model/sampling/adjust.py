@@ -73,7 +73,9 @@ def set_rules(
     def ids(tokens: Iterable[int]) -> Tensor:
         return torch.tensor(list(tokens), dtype=torch.int64)
 
-    sampling, vocab_size, device = request.sampling, rules.count_BV.shape[1], rules.count_BV.device
+    sampling = request.sampling
+    vocab_size = rules.count_BV.shape[1]
+    device = rules.count_BV.device
     new = no_rules(1, vocab_size, torch.device("cpu"))
     new.in_prompt_BV[0, ids(request.prompt_ids)] = True
     new.ends_BV[0, ids(stops)] = True

@@ -49,8 +49,10 @@ class Sampler:
     ) -> Tensor:
         """Return the token ids [B, Q] that ``draw`` chooses, in batches with at least one sampled
         row."""
-        kept_BQV, seed_B1 = _kept_logits(adjusted_BQV, rows), rows.seed_B.unsqueeze(1)
-        drawn_BQ, greedy_BQ = sample(kept_BQV, seed_B1, output_index_BQ), adjusted_BQV.argmax(-1)
+        kept_BQV = _kept_logits(adjusted_BQV, rows)
+        seed_B1 = rows.seed_B.unsqueeze(1)
+        drawn_BQ = sample(kept_BQV, seed_B1, output_index_BQ)
+        greedy_BQ = adjusted_BQV.argmax(-1)
         return torch.where(rows.temperature_B.unsqueeze(1) > 0, drawn_BQ, greedy_BQ)
 
     def filtered_log_probs(self, logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
@@ -176,7 +178,8 @@ def apply_rules_at_places(
     """
     if rows.rules is None:
         return logits_BN1V
-    places, own = logits_BN1V.unbind(1), rows.sampler.adjust
+    places = logits_BN1V.unbind(1)
+    own = rows.sampler.adjust
     if tree is None:
         many = [apply_rules(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
         return torch.stack(many, 1)
@@ -193,7 +196,8 @@ def draw_at_places(
     of its depth."""
     if rows.all_greedy:
         return rows.sampler.argmax_tokens(adjusted_BN1V)
-    num_places, device = adjusted_BN1V.shape[1], num_output_B.device
+    num_places = adjusted_BN1V.shape[1]
+    device = num_output_B.device
     depth_BN1 = torch.arange(num_places, device=device) if tree is None else tree.depth_BQ
     return rows.sampler.sample_tokens(adjusted_BN1V, rows, num_output_B.unsqueeze(1) + depth_BN1)
 

@@ -57,7 +57,8 @@ def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tre
 def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:
     """Return the phase before the first token and after each of the M tokens: M + 1 masks [B]."""
     begin, end = think_ids
-    begins_BM, stays_BM = tokens_BM == begin, tokens_BM != end
+    begins_BM = tokens_BM == begin
+    stays_BM = tokens_BM != end
     phases = [thinking_B]
     for begins_B, stays_B in zip(begins_BM.unbind(1), stays_BM.unbind(1), strict=True):
         phases.append((phases[-1] | begins_B) & stays_B)

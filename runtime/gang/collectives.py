@@ -29,7 +29,8 @@ class Collectives:
     """
 
     def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank = rank
+        self.num_ranks = num_ranks
         self.is_aborted = False
         self._group = group
         self._options = dist.AllToAllOptions()

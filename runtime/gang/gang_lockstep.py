@@ -66,8 +66,10 @@ class GangLockstep(Lockstep):
         store = partial(store_client, rendezvous.host, rendezvous.store_port, CONNECT_S)
         self.collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
         stall_detector.position = lambda: self.collectives.position
-        self._name, self._planner_server = spec.epoch_name, planner_server
-        self._stall_detector, self._clock = stall_detector, stall_detector.clock
+        self._name = spec.epoch_name
+        self._planner_server = planner_server
+        self._stall_detector = stall_detector
+        self._clock = stall_detector.clock
         self._due_at = math.inf
         self._connection = _connect(rendezvous, spec.rank)
         self._key_type: Any = None
@@ -86,7 +88,8 @@ class GangLockstep(Lockstep):
         on_step_requested: Callable[[], None],
     ) -> "GangLockstep":
         """Start planning and return this object; see Lockstep."""
-        self._on_step_requested, self._key_type = on_step_requested, schema[1]
+        self._on_step_requested = on_step_requested
+        self._key_type = schema[1]
         if self._planner_server is not None:
             self._planner_server.start_planning(decide, schema[0])
         self._reader.start()

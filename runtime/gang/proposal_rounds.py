@@ -38,6 +38,7 @@ class ProposalRounds(Generic[Proposal, Key]):
         """Plan the next step if all ranks have proposed it, otherwise return None."""
         if len(self._proposals[self.step]) < self._num_ranks:
             return None
-        step, now = self.step, self._proposals.pop(self.step)
+        step = self.step
+        now = self._proposals.pop(self.step)
         self.step += 1
         return step, self._decide([now[rank] for rank in range(self._num_ranks)])

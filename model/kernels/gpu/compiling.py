@@ -26,13 +26,16 @@ class CompileTimer:
 
     def start(self, **_: Any) -> None:
         # A compilation that failed never called stop.
-        self._ended_s, self._started_at = self.seconds(), time.monotonic()
+        self._ended_s = self.seconds()
+        self._started_at = time.monotonic()
 
     def stop(self, **_: Any) -> None:
-        self._ended_s, self._started_at = self.seconds(), None
+        self._ended_s = self.seconds()
+        self._started_at = None
 
     def seconds(self) -> float:
-        ended_s, started_at = self._ended_s, self._started_at
+        ended_s = self._ended_s
+        started_at = self._started_at
         if started_at is None:
             return ended_s
         return ended_s + min(time.monotonic() - started_at, MAX_KERNEL_COMPILE_S)

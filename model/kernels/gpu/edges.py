@@ -42,7 +42,8 @@ def tile(logits, temperatures, BLOCK: tl.constexpr):
     """
     start, stride_b, stride_q, num_places, num_tokens = logits
     place = tl.program_id(0).to(tl.int64)
-    b, q = place // num_places, place % num_places
+    b = place // num_places
+    q = place % num_places
     at_V = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     from_V = start + b * stride_b + q * stride_q + at_V
     x_V = tl.load(from_V, mask=at_V < num_tokens, other=float("nan"))
@@ -54,7 +55,8 @@ def tile(logits, temperatures, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_splits(values, other, SPLITS: tl.constexpr):
-    s_S, num_splits = tl.arange(0, SPLITS), tl.num_programs(1)
+    s_S = tl.arange(0, SPLITS)
+    num_splits = tl.num_programs(1)
     from_S = values + tl.program_id(0).to(tl.int64) * num_splits + s_S
     return tl.load(from_S, mask=s_S < num_splits, other=other)
 
@@ -69,7 +71,8 @@ def _top(left, SPLITS: tl.constexpr):
 def _load_settings(logits, settings):
     """Return top-k, top-p, whether top-k filters, and whether top-p filters."""
     b = tl.program_id(0) // logits[3]
-    top_k, top_p = tl.load(settings[1] + b), tl.load(settings[2] + b)
+    top_k = tl.load(settings[1] + b)
+    top_p = tl.load(settings[2] + b)
     return top_k.to(tl.float32), top_p, (top_k > 0) & (top_k < logits[4]), top_p < 1
 
 
@@ -86,14 +89,17 @@ def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
 
     Its digit is the largest one at or above which the wanted amount is reached.
     """
-    s_S, j_J, num_splits = tl.arange(0, SPLITS)[:, None], tl.arange(0, DIGIT), tl.num_programs(1)
+    s_S = tl.arange(0, SPLITS)[:, None]
+    j_J = tl.arange(0, DIGIT)
+    num_splits = tl.num_programs(1)
     at, shift = _at(step)
     from_SJ = left[1] + (at * num_splits + s_S) * (2 * DIGIT) + j_J[None, :]
     have_J = tl.sum(tl.load(from_SJ, mask=s_S < num_splits, other=0.0), 0)
     state = left[2] + at * 4
     edge = tl.load(state).to(tl.uint32, bitcast=True)
     floor = tl.load(state + 3).to(tl.uint32, bitcast=True)
-    above, wanted = tl.load(state + 1), tl.load(state + 2)
+    above = tl.load(state + 1)
+    wanted = tl.load(state + 2)
     if by_mass & (step % 8 == 0):
         # The total is known by now, except for the mass of the tokens at the floor.
         wanted = top_p * (tl.max(have_J, 0) + wanted)
@@ -127,14 +133,20 @@ def narrow(
         is_idle |= tl.load(settings[0] + tl.program_id(0) // logits[3]) <= 0
     if is_idle:
         return
-    top, by_mass, is_empty = _top(left, SPLITS), (step >= 8) | (not has_k), False
-    edge, floor = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    above, wanted = 0.0, tl.where(by_mass, 0.0, top_k)
+    top = _top(left, SPLITS)
+    by_mass = (step >= 8) | (not has_k)
+    is_empty = False
+    edge = tl.full([], 0, tl.uint32)
+    floor = tl.full([], 0, tl.uint32)
+    above = 0.0
+    wanted = tl.where(by_mass, 0.0, top_k)
     if step > 0:
         edge, above, wanted, floor = _next_state(left, step - 1, by_mass, top_p, SPLITS)
         if step == 8:
             wanted = tl.exp(_number(edge) - top) * (top_k - above)
-            floor, edge, above = edge, tl.full([], 0, tl.uint32), 0.0
+            floor = edge
+            edge = tl.full([], 0, tl.uint32)
+            above = 0.0
         else:
             is_empty = _num_on(left, step - 1, tl.program_id(1), edge, True) == 0
     at, shift = _at(step)
@@ -145,7 +157,8 @@ def narrow(
         tl.store(state + 1, above)
         tl.store(state + 2, wanted)
         tl.store(state + 3, floor.to(tl.float32, bitcast=True))
-    on_J, have_J = tl.zeros([DIGIT], tl.int32), tl.zeros([DIGIT], tl.float32)
+    on_J = tl.zeros([DIGIT], tl.int32)
+    have_J = tl.zeros([DIGIT], tl.float32)
     if not is_empty:
         _, x_V = tile(logits, settings[0], BLOCK)
         key_V = ordered(x_V)
@@ -166,15 +179,19 @@ def narrow(
 def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
     """Return the key above which all tokens are kept, and how many of this split's equal ones."""
     top_k, top_p, has_k, has_p = _load_settings(logits, settings)
-    edge, num_on_it = tl.full([], 0, tl.uint32), 0.0
+    edge = tl.full([], 0, tl.uint32)
+    num_on_it = 0.0
     if has_k | has_p:
-        step, s_S = 7, tl.arange(0, SPLITS)
+        step = 7
+        s_S = tl.arange(0, SPLITS)
         edge, above, wanted, _ = _next_state(left, step, False, top_p, SPLITS)
         num_on_it = tl.where(has_k, top_k - above, float("inf"))
         if has_k & has_p:
             edge_p, above, wanted, _ = _next_state(left, 15, True, top_p, SPLITS)
             if edge_p > edge:
-                step, edge, num_on_it = 15, edge_p, top_k
+                step = 15
+                edge = edge_p
+                num_on_it = top_k
         if has_p:
             on_it = tl.maximum(tl.exp(_number(edge) - top), 1e-30)
             num_on_it = tl.minimum(num_on_it, tl.maximum(tl.ceil((wanted - above) / on_it), 1.0))
@@ -186,7 +203,8 @@ def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
 def is_kept(logits, settings, left, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
     """Return the tokens of this split, and their logits minus the largest; -inf if filtered out."""
     at_V, x_V = tile(logits, settings[0], BLOCK)
-    key_V, top = ordered(x_V), _top(left, SPLITS)
+    key_V = ordered(x_V)
+    top = _top(left, SPLITS)
     edge, num_on_it = _edge(logits, settings, left, top, SPLITS)
     is_on_V = (key_V == edge).to(tl.int32)
     is_kept_V = (key_V > edge) | ((is_on_V > 0) & (tl.cumsum(is_on_V, 0) <= num_on_it))

@@ -33,7 +33,9 @@ def fused_experts(
     """Implement ``Kernels.fused_experts``: [P, D], undefined where the slot is S."""
     (gate_up, scales1), (down, scales2) = values_of(w1), values_of(w2)
     num_pairs, (num_slots, double_width, dim) = len(slots_P), gate_up.shape
-    width, dtype, device = double_width // 2, x_ND.dtype, x_ND.device
+    width = double_width // 2
+    dtype = x_ND.dtype
+    device = x_ND.device
     pairs = pairs_of(slots_P, num_slots)
     told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
     attn = {"BY_PAIR": pairs.by_pair, "NUM_SCANNED": pairs.num_scanned}
@@ -71,7 +73,8 @@ def values_of(weights: Weights) -> tuple[Tensor, Tensor]:
 
 def silu_mul(gate_up_NF: Tensor) -> Tensor:
     """Compute silu(gate) * up of rows [gate, up]: [N, F]."""
-    num_rows, width = len(gate_up_NF), gate_up_NF.shape[1] // 2
+    num_rows = len(gate_up_NF)
+    width = gate_up_NF.shape[1] // 2
     out_NF = torch.empty(num_rows, width, dtype=gate_up_NF.dtype, device=gate_up_NF.device)
     _silu_mul[(num_rows, triton.cdiv(width, 1024))](*(gate_up_NF, out_NF), F=width, BLOCK_F=1024)
     return out_NF
@@ -103,7 +106,8 @@ def _gate_up(
 ):
     told = slots, order, starts, num_pairs, num_slots
     slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
-    f_F, k_K = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_K)
+    f_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    k_K = tl.arange(0, BLOCK_K)
     is_f = (f_F < F)[:, None]
     gate = w + slot.to(tl.int64) * 2 * F * D + f_F[:, None] * D + k_K[None, :]
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
@@ -122,14 +126,16 @@ def _gate_up(
         gate_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
         up_MF = tl.zeros([BLOCK_M, BLOCK_F], tl.float32)
         if HAS_BLOCKS:
-            factor, factor_up = factor_at(scale, 0, D), factor_at(scale_up, 0, D)
+            factor = factor_at(scale, 0, D)
+            factor_up = factor_at(scale_up, 0, D)
         for k in range(0, D, BLOCK_K):
             is_k = (k + k_K < D)[None, :]
             x_MK = tl.load(row_MK + k, mask=is_m & is_k, other=0.0)
             gate_FK = tl.load(gate + k, mask=is_f & is_k, other=0.0)
             up_FK = tl.load(gate + F * D + k, mask=is_f & is_k, other=0.0)
             if HAS_BLOCKS:
-                now, now_up = factor, factor_up
+                now = factor
+                now_up = factor_up
                 factor = factor_at(scale, k + BLOCK_K, D)
                 factor_up = factor_at(scale_up, k + BLOCK_K, D)
                 gate_MF += mixed_dot(x_MK, gate_FK) * now
@@ -164,7 +170,8 @@ def _down(
 ):
     told = slots, order, starts, num_pairs, num_slots
     slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
-    d_D, k_K = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
+    d_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    k_K = tl.arange(0, BLOCK_K)
     row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
     NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM

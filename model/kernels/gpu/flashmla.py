@@ -24,7 +24,10 @@ SCHEMA = (
     "Tensor block_table, float softmax_scale, bool is_causal, Tensor? tile_scheduler_metadata, "
     "Tensor? num_splits) -> (Tensor, Tensor, Tensor?, Tensor?)"
 )
-MIN_FLASHMLA_PAIRS, PAGE_SIZE, LATENT, ENTRY = 64, 64, 512, 576
+MIN_FLASHMLA_PAIRS = 64
+PAGE_SIZE = 64
+LATENT = 512
+ENTRY = 576
 STEP = tl.constexpr(ENTRY)
 
 
@@ -97,8 +100,11 @@ def operator() -> Any:
 def _rotate(
     pe, cos, sin, q, pe_row, pe_head, H: tl.constexpr, R: tl.constexpr, IS_INTERLEAVED: tl.constexpr
 ):
-    row, h_H, r_R = tl.program_id(0).to(tl.int64), tl.arange(0, H), tl.arange(0, R)
+    row = tl.program_id(0).to(tl.int64)
+    h_H = tl.arange(0, H)
+    r_R = tl.arange(0, R)
     is_HR = (h_H < H)[:, None] & (r_R < R)[None, :]
-    at_H, row_H = row * pe_row + h_H * pe_head, row + h_H * 0
+    at_H = row * pe_row + h_H * pe_head
+    row_H = row + h_H * 0
     pe_HR = rotated(pe, at_H, cos, sin, row_H, r_R, is_HR, R, IS_INTERLEAVED)
     tl.store(q + (row * H + h_H)[:, None] * STEP + r_R[None, :], pe_HR.to(q.dtype.element_ty))

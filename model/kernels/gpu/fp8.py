@@ -71,7 +71,8 @@ def _quantise(
 ):
     NUM_K: tl.constexpr = (K + QUANTUM - 1) // QUANTUM
     group_G = tl.program_id(0).to(tl.int64) * BLOCK_G + tl.arange(0, BLOCK_G)
-    row_G, is_row = group_G // NUM_K, group_G < num_rows * NUM_K
+    row_G = group_G // NUM_K
+    is_row = group_G < num_rows * NUM_K
     k_GK = (group_G % NUM_K)[:, None] * QUANTUM + tl.arange(0, QUANTUM)[None, :]
     is_value = is_row[:, None] & (k_GK < K)
     x_GK = tl.load(x + row_G[:, None] * x_row + k_GK, mask=is_value, other=0.0).to(tl.float32)

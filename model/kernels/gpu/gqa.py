@@ -91,10 +91,13 @@ def _attend_groups(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    seq, group, of = tl.program_id(1) // NUM_GROUPS, tl.program_id(1) % NUM_GROUPS, tl.program_id(2)
+    seq = tl.program_id(1) // NUM_GROUPS
+    group = tl.program_id(1) % NUM_GROUPS
+    of = tl.program_id(2)
     pair_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_pair_M = pair_M < num_q * NUM_EACH
-    head_M, row_M = group * NUM_EACH + pair_M % NUM_EACH, seq * num_q + pair_M // NUM_EACH
+    head_M = group * NUM_EACH + pair_M % NUM_EACH
+    row_M = seq * num_q + pair_M // NUM_EACH
     len_M = tl.load(lens + row_M, mask=is_pair_M, other=0)
     bits_M = tl.load(bits + row_M, mask=is_pair_M, other=0) if IS_TREE else len_M
     longest = tl.max(len_M, 0) + (64 if IS_TREE else 0)
@@ -104,7 +107,8 @@ def _attend_groups(
     end = tl.minimum(first + num_slots, longest)
 
     k_K = tl.arange(0, BLOCK_K)
-    is_k, is_m = (k_K < K)[None, :], is_pair_M[:, None]
+    is_k = (k_K < K)[None, :]
+    is_m = is_pair_M[:, None]
     at_M = row_M * q_row + head_M * q_head
     q_MK = rotated(q, at_M, cos, sin, row_M, k_K, is_m & is_k, K, IS_INTERLEAVED)
     q_MK = q_MK.to(q.dtype.element_ty)

@@ -51,7 +51,8 @@ class TritonKernels(Kernels):
         self, num_processors: int, quantises: bool = False, power_of_2_scales: bool = False
     ) -> None:
         self._num_processors = num_processors
-        self._quantises, self._power_of_2_scales = quantises, power_of_2_scales
+        self._quantises = quantises
+        self._power_of_2_scales = power_of_2_scales
         self._captures: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
         self._side_stream: torch.cuda.Stream | None = None
         self._addresses: CacheAddresses | None = None
@@ -108,7 +109,8 @@ class TritonKernels(Kernels):
         context_lens_BQ: Tensor,
     ) -> Tensor:
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
-        nope_HXN, pe_XHR = q_XHK[..., :num_nope].transpose(0, 1), q_XHK[..., num_nope:]
+        nope_HXN = q_XHK[..., :num_nope].transpose(0, 1)
+        pe_XHR = q_XHK[..., num_nope:]
         o_XHC = self._attend(nope_HXN, up_k.transpose(1, 2), pe_XHR, attn, context_lens_BQ)
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
         torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2), out=out_XHV.transpose(0, 1))
@@ -143,7 +145,8 @@ class TritonKernels(Kernels):
         w2: Any,
         num_ranks: int = 1,
     ) -> Tensor:
-        is_fp8, dtype = isinstance(w1, Fp8BlockWeight), x_ND.dtype
+        is_fp8 = isinstance(w1, Fp8BlockWeight)
+        dtype = x_ND.dtype
         if slots_P is None and is_fp8:
             hidden = silu_mul(self._product(x_ND, w1, 2, dtype))
             return self._product(hidden, w2, 1, dtype)

@@ -39,7 +39,8 @@ class CacheAddresses:
 def _move(
     addresses_L, like, from_BN, to_BN, NUM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    row, cache = tl.program_id(0), tl.load(addresses_L + tl.program_id(1)).to(like.dtype)
+    row = tl.program_id(0)
+    cache = tl.load(addresses_L + tl.program_id(1)).to(like.dtype)
     i = tl.arange(0, BLOCK)
     for move in range(NUM):
         at = tl.load(from_BN + row * NUM + move) * WIDTH + i

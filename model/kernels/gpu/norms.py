@@ -38,7 +38,8 @@ def rms_norm(
     out, weights, branch_XD = (
         branch.take_inputs() if isinstance(branch, DeferredSum) else (x_XD, x_XD, branch)
     )
-    num_parts, block = out.shape[1] if out.ndim == 3 else 0, triton.next_power_of_2(dim)
+    num_parts = out.shape[1] if out.ndim == 3 else 0
+    block = triton.next_power_of_2(dim)
     _rms_norm[(num_rows,)](
         *(
             x_XD,
@@ -101,7 +102,8 @@ def _rms_norm(
     HAS_BRANCH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_D)
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)
     is_d = d < D
     x_D = tl.load(x + row * x_row + d, mask=is_d, other=0.0).to(tl.float32)
     if HAS_BRANCH or K > 0:
@@ -136,7 +138,9 @@ def _entry(
     BLOCK_C: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    row, c, r = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, BLOCK_C)
+    r = tl.arange(0, BLOCK_R)
     at = cache + tl.load(slots + row) * (C + R)
     x_C = tl.load(kv + row * kv_row + c, mask=c < C, other=0.0).to(tl.float32)
     weight_C = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)

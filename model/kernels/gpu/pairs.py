@@ -59,7 +59,8 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     if len(slots_P) <= MAX_PAIRS_PER_PASS:
         _by_slot[(num_slots + 1,)](slots_P, *given, BLOCK=PAIRS)
         return order_P, starts_S
-    num_chunks, num_counts = triton.cdiv(len(slots_P), PAIRS), triton.next_power_of_2(num_slots + 1)
+    num_chunks = triton.cdiv(len(slots_P), PAIRS)
+    num_counts = triton.next_power_of_2(num_slots + 1)
     counts_CS = order_P.new_empty(num_chunks, num_counts)
     blocks = {"SLOTS": num_counts, "CHUNK": PAIRS}
     _count[(num_chunks,)](slots_P, counts_CS, len(slots_P), num_slots, **blocks)
@@ -71,7 +72,8 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
-    slot, p_P = tl.program_id(0), tl.arange(0, BLOCK)
+    slot = tl.program_id(0)
+    p_P = tl.arange(0, BLOCK)
     num_before_P = tl.zeros([BLOCK], tl.int32)
     for start in range(0, num_pairs, BLOCK):
         is_pair_P = start + p_P < num_pairs
@@ -110,7 +112,9 @@ def _place(
     BLOCK: tl.constexpr,
 ):
     """Write the pairs of a chunk to their sorted positions; the sort is stable."""
-    chunk, s_S, i_P = tl.program_id(0), tl.arange(0, SLOTS), tl.arange(0, BLOCK)
+    chunk = tl.program_id(0)
+    s_S = tl.arange(0, SLOTS)
+    i_P = tl.arange(0, BLOCK)
     num_S = tl.zeros([SLOTS], tl.int32)
     next_S = tl.zeros([SLOTS], tl.int32)
     for first in range(0, tl.num_programs(0), AT_ONCE):

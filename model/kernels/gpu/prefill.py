@@ -36,7 +36,8 @@ def attend(
     (num_rows, num_heads, width), num_pe = q_THK.shape, 2 * attn.cos.shape[1]
     is_exact = q_THK.dtype == torch.float32
     block_m = 16 if is_exact else 128
-    lengths, page_size = segments.lengths, attn.cache.shape[1]
+    lengths = segments.lengths
+    page_size = attn.cache.shape[1]
     tiles = _tiles(lengths, segments.contexts, page_size, block_m, q_THK.device)
     is_padded = sum(lengths) < num_rows
     make = q_THK.new_zeros if is_padded else q_THK.new_empty
@@ -78,12 +79,15 @@ def _tiles(
     The columns are first row, number of rows, first slot of the segment, and number of slots that
     the first row sees. Cached, because all layers of a pass use the same tiles.
     """
-    tiles, row, slot = [], 0, 0
+    tiles = []
+    row = 0
+    slot = 0
     for num, context in zip(lengths, contexts, strict=True):
         for done in range(0, num, block_m):
             tile = row + done, min(block_m, num - done), slot, context - num + done + 1
             tiles.append(tile)
-        row, slot = row + num, slot + -(-context // page_size) * page_size
+        row = row + num
+        slot = slot + -(-context // page_size) * page_size
     tiles.sort(key=lambda tile: -tile[3])
     return upload(torch.tensor(tiles, dtype=torch.int32), device)
 
@@ -119,11 +123,16 @@ def _attend(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
-    m_M, v_V = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_V)
-    row_M, is_row_M = (tl.load(tile) + m_M).to(tl.int64), m_M < tl.load(tile + 1)
-    slot, num_seen = tl.load(tile + 2).to(tl.int64), tl.load(tile + 3)
-    n_N, r_R = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    tile = tiles + tl.program_id(0) * 4
+    head = tl.program_id(1)
+    m_M = tl.arange(0, BLOCK_M)
+    v_V = tl.arange(0, BLOCK_V)
+    row_M = (tl.load(tile) + m_M).to(tl.int64)
+    is_row_M = m_M < tl.load(tile + 1)
+    slot = tl.load(tile + 2).to(tl.int64)
+    num_seen = tl.load(tile + 3)
+    n_N = tl.arange(0, BLOCK_N)
+    r_R = tl.arange(0, BLOCK_R)
     at_M = row_M * q_row + (first_head + head) * q_head
     is_q_MN = is_row_M[:, None] & (n_N < N)[None, :]
     q_MN = tl.load(q + at_M[:, None] + n_N[None, :], mask=is_q_MN, other=0.0)
@@ -167,14 +176,19 @@ def _over(
     kv, latent, kv_row, latent_row = keys
     q_MN, q_MR, num_seen_M, scale = rows
     top_M, sum_M, out_MV = state
-    n_N, r_R, v_V = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R), tl.arange(0, out_MV.shape[1])
+    n_N = tl.arange(0, BLOCK_N)
+    r_R = tl.arange(0, BLOCK_R)
+    v_V = tl.arange(0, out_MV.shape[1])
     for start in range(first, last, BLOCK_S):
         slot_S = start + tl.arange(0, BLOCK_S)
         is_slot_S1 = (slot_S < end)[:, None]
         at_S1 = slot_S.to(tl.int64)[:, None]
-        is_k_SN, is_k_SR, is_v_SV = (n_N < N)[None, :], (r_R < R)[None, :], (v_V < V)[None, :]
+        is_k_SN = (n_N < N)[None, :]
+        is_k_SR = (r_R < R)[None, :]
+        is_v_SV = (v_V < V)[None, :]
         if IS_EDGE:
-            is_k_SN, is_k_SR = is_k_SN & is_slot_S1, is_k_SR & is_slot_S1
+            is_k_SN = is_k_SN & is_slot_S1
+            is_k_SR = is_k_SR & is_slot_S1
             is_v_SV = is_v_SV & is_slot_S1
         k_SN = tl.load(kv + at_S1 * kv_row + n_N[None, :], mask=is_k_SN, other=0.0)
         k_SR = tl.load(latent + at_S1 * latent_row + r_R[None, :], mask=is_k_SR, other=0.0)

@@ -67,11 +67,13 @@ def product(
     """
     (values, x_scales), (matrices, w_scales) = values_of(x), values_of(w)
     num_slots, num_out, width = matrices.shape
-    num_rows, half = len(values) if rows is None else len(rows.order_P), num_out // num_halves
+    num_rows = len(values) if rows is None else len(rows.order_P)
+    half = num_out // num_halves
     num_sorted, num_ranks = (0, 1) if rows is None else (num_slots, rows.num_ranks)
     many = min(num_sorted, num_rows)
     spread = triton.cdiv(num_rows, (num_sorted or 1) * num_ranks), many or 1
-    shape, is_cut = (num_halves, half, width), rows is None
+    shape = (num_halves, half, width)
+    is_cut = rows is None
     tile = tiles.tile_for_product(spread, shape, (values, matrices), num_processors, is_cut)
     num_tiles = triton.cdiv(num_rows, tile.block_m) + many
     num_cut = num_halves * triton.cdiv(half, tile.block_n)
@@ -136,7 +138,8 @@ def fused_experts(
 def _tile(starts, tile, num_rows, S: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return slot, first row and end row of a tile. The slot is >= S if the tile is unused."""
     slot = tl.full([], 0, tl.int32)
-    begin, end = tile * BLOCK_M, num_rows
+    begin = tile * BLOCK_M
+    end = num_rows
     if S > 0:
         s_S = tl.arange(0, SLOTS)
         first_S = tl.load(starts + s_S, mask=s_S < S, other=0)
@@ -202,14 +205,18 @@ def _product(
     NUM_K: tl.constexpr = (K + QUANTUM - 1) // QUANTUM
     NUM_N: tl.constexpr = (F + BLOCK_N - 1) // BLOCK_N
     tile, n = _turn(HALVES * NUM_N)
-    half, first_n = n // NUM_N, n % NUM_N * BLOCK_N
+    half = n // NUM_N
+    first_n = n % NUM_N * BLOCK_N
     slot, begin, end = _tile(starts, tile, num_rows, S, SLOTS, BLOCK_M)
     if begin >= end:
         return
-    place_M, n_N = begin + tl.arange(0, BLOCK_M), first_n + tl.arange(0, BLOCK_N)
+    place_M = begin + tl.arange(0, BLOCK_M)
+    n_N = first_n + tl.arange(0, BLOCK_N)
     k_K = tl.arange(0, BLOCK_K)
-    is_m, is_n = (place_M < end)[:, None], (n_N < F)[:, None]
-    from_M, to_M = place_M, place_M
+    is_m = (place_M < end)[:, None]
+    is_n = (n_N < F)[:, None]
+    from_M = place_M
+    to_M = place_M
     if S > 0:
         pair_M = tl.load(order + place_M, mask=place_M < end, other=0)
         if IS_BACK:

@@ -21,7 +21,8 @@ def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:
     """Return the partial logits of few tokens, one for each part of D: [S, T, E] fp32."""
     (num_tokens, dim), num_experts = x_TD.shape, len(weight_ED)
     width = MIN_VALUES * (1 if dim < 16 * MIN_VALUES else 2)
-    num_parts, block_t = triton.cdiv(dim, width), 16 if num_tokens <= 16 else 32
+    num_parts = triton.cdiv(dim, width)
+    block_t = 16 if num_tokens <= 16 else 32
     out_STE = torch.empty(num_parts, num_tokens, num_experts, device=x_TD.device)
     _logits[(triton.cdiv(num_experts, 16), triton.cdiv(num_tokens, block_t), num_parts)](
         *(x_TD, weight_ED, out_STE, num_tokens, x_TD.stride(0)),
@@ -76,9 +77,12 @@ def _logits(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    e_E, part = tl.program_id(0) * 16 + tl.arange(0, 16), tl.program_id(2)
-    t_T, k_K = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
-    is_t, is_e = (t_T < num_tokens)[:, None], (e_E < E)[:, None]
+    e_E = tl.program_id(0) * 16 + tl.arange(0, 16)
+    part = tl.program_id(2)
+    t_T = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k_K = tl.arange(0, BLOCK_K)
+    is_t = (t_T < num_tokens)[:, None]
+    is_e = (e_E < E)[:, None]
     sum_TE = tl.zeros([BLOCK_T, 16], tl.float32)
     for i in range(0, WIDTH, BLOCK_K):
         at_K = part * WIDTH + i + k_K
@@ -116,7 +120,8 @@ def _choose(
     NUM_PLACES: tl.constexpr = BLOCK_G * BLOCK_N
     low = float("-inf")
     token = tl.program_id(0).to(tl.int64)
-    g_G, n_N = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_N)
+    g_G = tl.arange(0, BLOCK_G)
+    n_N = tl.arange(0, BLOCK_N)
     id_GN = g_G[:, None] * N + n_N[None, :]
     is_GN = (g_G < G)[:, None] & (n_N < N)[None, :]
     logit_GN = tl.load(logits + token * E + id_GN, mask=is_GN, other=low)
@@ -148,8 +153,10 @@ def _choose(
         chosen_GN = tl.where(is_kept_G[:, None], chosen_GN, filler)
         chosen_GN = tl.where(is_GN, chosen_GN, low)
 
-    chosen, scores = tl.reshape(chosen_GN, [NUM_PLACES]), tl.reshape(score_GN, [NUM_PLACES])
-    places, k_K = tl.arange(0, NUM_PLACES), tl.arange(0, BLOCK_K)
+    chosen = tl.reshape(chosen_GN, [NUM_PLACES])
+    scores = tl.reshape(score_GN, [NUM_PLACES])
+    places = tl.arange(0, NUM_PLACES)
+    k_K = tl.arange(0, BLOCK_K)
     weight_K = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(K):
         best = tl.argmax(chosen, 0)

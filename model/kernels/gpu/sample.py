@@ -78,7 +78,8 @@ class _Launch:
     def find_edges(self, rows: SamplingRows, draws: bool) -> tuple[tuple[Tensor, ...], ...]:
         """Find the edges of top-k and top-p. Returns ``settings`` and ``left`` (see edges.py)."""
         settings = rows.temperature_B, rows.top_k_B, rows.top_p_B, rows.min_p_B
-        slots, new = (4, *self._shape), self._logits[0].new_empty
+        slots = (4, *self._shape)
+        new = self._logits[0].new_empty
         left = self.top_values(settings[0]), new(*slots, 2, DIGIT.value), new(*slots[:2], 4)
         for step in range(16):
             self(narrow, settings, left, step, DRAWS=draws)
@@ -150,7 +151,8 @@ def _score(
 
 @triton.jit
 def _merge(bests, tokens, num_splits, SPLITS: tl.constexpr):
-    place, s_S = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    place = tl.program_id(0).to(tl.int64)
+    s_S = tl.arange(0, SPLITS)
     best_S = tl.load(bests + place * num_splits + s_S, mask=s_S < num_splits, other=0)
     tl.store(tokens + place, 0xFFFFFFFF ^ (tl.max(best_S, 0) & 0xFFFFFFFF).to(tl.int64))
 

@@ -17,7 +17,8 @@ def weighed(score_MS, v_SV, top_M, sum_M, out_MV):
     new_top_M = tl.maximum(top_M, tl.max(score_MS, 1))
     # A query that has seen nothing yet must not subtract infinities.
     safe_M = tl.where(new_top_M == float("-inf"), 0.0, new_top_M)
-    p_MS, kept_M = tl.exp2(score_MS - safe_M[:, None]), tl.exp2(top_M - safe_M)
+    p_MS = tl.exp2(score_MS - safe_M[:, None])
+    kept_M = tl.exp2(top_M - safe_M)
     sum_M = sum_M * kept_M + tl.sum(p_MS, 1)
     out_MV = tl.dot(p_MS.to(v_SV.dtype), v_SV, out_MV * kept_M[:, None], input_precision="ieee")
     return new_top_M, sum_M, out_MV

@@ -13,7 +13,8 @@ from tandem.model.kernels.base import BLOCK
 
 MIN_PART_WIDTH = 1024
 """Minimum number of values in a part if a width is summed in parts, which costs one more launch."""
-MIN_STAGES, MAX_STAGES = 3, 8
+MIN_STAGES = 3
+MAX_STAGES = 8
 
 
 class Tile(NamedTuple):

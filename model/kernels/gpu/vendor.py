@@ -60,6 +60,7 @@ def by_cublas(x: Fp8BlockWeight, w: Fp8BlockWeight) -> Tensor:
     In memory, rows are adjacent in the scales of x and groups in those of w. The numbers of rows
     and of groups must be multiples of 4 (pull request 166752 of pytorch).
     """
-    scales_XG, of = x.scales.t().contiguous().t(), F.ScalingType
+    scales_XG = x.scales.t().contiguous().t()
+    of = F.ScalingType
     given = x.values, w.values[0].t(), scales_XG, of.BlockWise1x128, w.scales[0].t()
     return F.scaled_mm(*given, of.BlockWise128x128, output_dtype=torch.bfloat16)

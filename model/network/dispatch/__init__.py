@@ -22,7 +22,8 @@ def create_dispatch(
     """
     if section.dp_size == 1:
         return Dispatch(config.n_routed_experts)
-    device, way = torch.device(section.device), section.dispatch
+    device = torch.device(section.device)
+    way = section.dispatch
     placement = placement or Placement.in_order(
         config.num_moe_layers,
         config.n_routed_experts,

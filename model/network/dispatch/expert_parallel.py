@@ -26,7 +26,8 @@ class ExpertParallelDispatch(Dispatch):
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: CollectiveGroup | None = None
         self.num_slots = placement.slots_per_rank
-        self.placement, self._rank = placement, rank
+        self.placement = placement
+        self._rank = rank
         tables = [
             _replicas(placement.expert_slots(layer)) for layer in range(len(placement.slot_experts))
         ]
@@ -36,10 +37,8 @@ class ExpertParallelDispatch(Dispatch):
         self._sent_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
         self._computed_L = torch.zeros(len(tables), dtype=torch.int64, device=device)
         # Also on the device, because a captured graph cannot read a flag of the host.
-        self._is_counting, self._is_counting_1 = (
-            True,
-            torch.ones(1, dtype=torch.int64, device=device),
-        )
+        self._is_counting = True
+        self._is_counting_1 = torch.ones(1, dtype=torch.int64, device=device)
 
     @property
     def is_counting(self) -> bool:

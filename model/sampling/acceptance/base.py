@@ -48,7 +48,8 @@ class VerifyResult:
 
     def where(self, rows_B: Tensor, other: "VerifyResult") -> "VerifyResult":
         """Return this result in the rows where ``rows_B`` is True, and ``other`` elsewhere."""
-        path_BE, rows_B1 = self.path_BE, rows_B.unsqueeze(1)
+        path_BE = self.path_BE
+        rows_B1 = rows_B.unsqueeze(1)
         if path_BE is not None:
             assert other.path_BE is not None, "all are of one tree"
             path_BE = torch.where(rows_B1, path_BE, other.path_BE)
@@ -80,7 +81,8 @@ class Outcome:
     def of(cls, result: VerifyResult, finite_BN1: Tensor) -> Self:
         """Pack ``result``. ``finite_BN1`` is True for each position, or tree node, with finite
         logits."""
-        path_BE, finite_BE = result.path_BE, finite_BN1
+        path_BE = result.path_BE
+        finite_BE = finite_BN1
         if path_BE is not None:
             finite_BE = finite_BN1.gather(1, path_BE)
         num_finite_B = finite_BE.cumprod(1).sum(1)

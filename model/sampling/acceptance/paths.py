@@ -33,7 +33,8 @@ def before_drafts(verify_input: VerifyInput) -> Tensor:
 def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor) -> VerifyResult:
     """Emit the accepted drafts unchanged, then one target: that of the first rejected draft, or
     that after the last draft. ``score_BN`` breaks ties between the paths of a tree."""
-    drafts_BN, targets_BN1 = verify_input.drafts_BN, verify_input.targets_BN1
+    drafts_BN = verify_input.drafts_BN
+    targets_BN1 = verify_input.targets_BN1
     if verify_input.tree is not None:
         return deepest_path(verify_input, passes_BN, score_BN)
     num_accepted_B = passes_BN.long().cumprod(1).sum(1).minimum(verify_input.acceptance.limit_B)
@@ -60,7 +61,8 @@ def path_result(
 ) -> VerifyResult:
     """Return the result that accepts the path to node ``end_B``, ``depth_B`` deep, and then emits
     ``last_B``."""
-    tree, drafts_BN = verify_input.tree, verify_input.drafts_BN
+    tree = verify_input.tree
+    drafts_BN = verify_input.drafts_BN
     assert tree is not None, "a chain has one path"
     node_Q = torch.arange(drafts_BN.shape[1] + 1, device=drafts_BN.device)
     is_on_BQ = (tree.bits_BQ.gather(1, end_B.unsqueeze(1)) >> node_Q) & 1 == 1
@@ -77,7 +79,8 @@ def _deepest_end(
     verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the last node of the deepest accepted path and its depth, [B, 1] each."""
-    tree, num_nodes = verify_input.tree, passes_BN.shape[1]
+    tree = verify_input.tree
+    num_nodes = passes_BN.shape[1]
     assert tree is not None
     node_N = torch.arange(1, num_nodes + 1, device=passes_BN.device)
     limit_B1 = verify_input.acceptance.limit_B.clamp(max=tree.depth).unsqueeze(1)

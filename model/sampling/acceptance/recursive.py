@@ -34,7 +34,8 @@ class _Walk:
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     """Accept one path of drafts and sample the token after it."""
-    tree, rows = verify_input.tree, verify_input.sampling
+    tree = verify_input.tree
+    rows = verify_input.sampling
     assert tree is not None, "a chain has one path"
     p_BQV = rows.sampler.filtered_log_probs(verify_input.adjusted_BN1V, rows).exp()
     end_B = torch.zeros_like(verify_input.num_output_B)
@@ -53,7 +54,8 @@ def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -
     Computes in float64 so that u * q cannot underflow to 0, which would accept tokens of
     probability 0.
     """
-    tree, rows = verify_input.tree, verify_input.sampling
+    tree = verify_input.tree
+    rows = verify_input.sampling
     assert tree is not None
     token_B1 = verify_input.drafts_BN[:, node - 1 : node]
     depth_B = tree.depth_BQ[:, node]

@@ -28,7 +28,8 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 
     After a rejection the token comes from the residual norm(max(p - q, 0)), otherwise from p.
     """
-    greedy, rows = strict.accept_drafts(verify_input), verify_input.sampling
+    greedy = strict.accept_drafts(verify_input)
+    rows = verify_input.sampling
     if rows.all_greedy:
         return greedy
     if verify_input.tree is not None:
