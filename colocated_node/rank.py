@@ -43,18 +43,38 @@ class LocalHandover:
         finally:
             self._num_pulls -= 1
             release = m.Release(offer.identity, reason)
-            self._tasks.start(call_rank(control, "release", release, Empty, self._deadlines.call_s))
+            self._tasks.start(
+                call_rank(
+                    control=control,
+                    method="release",
+                    message=release,
+                    reply=Empty,
+                    timeout_s=self._deadlines.call_s,
+                )
+            )
 
     async def _seal(self, identity: Identity, control: Control) -> m.Seal:
         num_tokens = 0
         waits = self._deadlines
         while True:
             pull = m.Pull(identity, num_tokens, waits.wait_s)
-            ready = await call_rank(control, "pull", pull, m.PullReply, waits.wait_s + waits.call_s)
+            ready = await call_rank(
+                control=control,
+                method="pull",
+                message=pull,
+                reply=m.PullReply,
+                timeout_s=waits.wait_s + waits.call_s,
+            )
             if ready.seal is not None:
                 return ready.seal
             num_tokens = ready.num_tokens
-            await call_rank(control, "renew", identity, Empty, waits.call_s)
+            await call_rank(
+                control=control,
+                method="renew",
+                message=identity,
+                reply=Empty,
+                timeout_s=waits.call_s,
+            )
 
     def counts(self) -> dict[str, int]:
         return {"pulls": self._num_pulls, "channels": 0, "staging": 0, "tasks": len(self._tasks)}
@@ -95,7 +115,10 @@ async def build(parts: RankParts) -> ColocatedRank:
     get_grant = decode.engine.scheduler.get_grant
     use_prefix_pages = decode.engine.scheduler.use_prefix_pages
     pages = DecodeRowPages(
-        parts.pool, parts.loaded.lag, lambda one: get_grant(one).pages, use_prefix_pages
+        pool=parts.pool,
+        lag=parts.loaded.lag,
+        pages_of=lambda one: get_grant(one).pages,
+        use_prefix_pages=use_prefix_pages,
     )
     prefill = PrefillRank(parts, pages)
     control = InProcessControl(prefill.handle, parts.spec.epoch)

@@ -53,7 +53,13 @@ def rebalance(
     return Placement(
         num_ranks,
         tuple(
-            _rebalance_layer(counts_E, num_slots, num_groups, num_machines, num_ranks)
+            _rebalance_layer(
+                counts_E=counts_E,
+                num_slots=num_slots,
+                num_groups=num_groups,
+                num_machines=num_machines,
+                num_ranks=num_ranks,
+            )
             for counts_E in counts_LE
         ),
     )

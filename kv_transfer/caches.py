@@ -58,7 +58,13 @@ class PagedCaches:
             Group(name, len(layers), layers[0].shape[-1] * layers[0].element_size())
             for name, layers in tensors.items()
         )
-        self.layout = Layout(groups, dtype, model, num_features, computed_by=computed_by)
+        self.layout = Layout(
+            groups=groups,
+            dtype=dtype,
+            model=model,
+            num_features=num_features,
+            computed_by=computed_by,
+        )
         self.pool = pool
         num_slots = pool.num_pages * pool.page_size
         self._tensors = {

@@ -72,12 +72,12 @@ class ChannelFactory:
         ends_at = time.monotonic() + self.timeout_s
         try:
             host, _, port = address.rpartition(":")
-            store = store_client(host, int(port), self.timeout_s, nonce)
+            store = store_client(host=host, port=int(port), timeout_s=self.timeout_s, prefix=nonce)
             transport = self._backend.join(store, rank)
         except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
             raise HandoverError(f"channel {name} at {address}: {error}") from None
         channel = Channel(transport, name, self.timeout_s)
-        _warm_up(channel, rank, self.device, ends_at)
+        _warm_up(channel=channel, rank=rank, device=self.device, ends_at=ends_at)
         return channel
 
 

@@ -57,8 +57,8 @@ class PageChecksums:
         generations = dict(zip(owned, now.generations, strict=False))
         fresh = [key for key in owned if self._known.get(key, (-1, 0))[0] != generations[key]]
         pages = [*(owned[key] for key in fresh), *now.pages[num_full : num_full + 1]]
-        span = Span(group, pages, 0, len(fresh) * size + num_left)
-        checksums = compute_checksums(self._caches, span, size, now.event)
+        span = Span(group=group, pages=pages, lo=0, hi=len(fresh) * size + num_left)
+        checksums = compute_checksums(caches=self._caches, span=span, size=size, event=now.event)
         for key, value in zip(fresh, checksums, strict=False):
             self._known[key] = generations[key], value
         return *(self._known[key][1] for key in owned), *checksums[len(fresh) :]
@@ -75,7 +75,7 @@ async def verify_checksums(pull: "PullState") -> None:
         "checksums", offer.identity, Checksums, endpoint.deadlines.progress_s
     )
     for group in endpoint.caches.layout.groups:
-        span = Span(group, pull.pages, 0, offer.num_tokens)
+        span = Span(group=group, pages=pull.pages, lo=0, hi=offer.num_tokens)
         computing = endpoint.copier.submit(
             compute_checksums, endpoint.caches, span, reply.num_tokens
         )

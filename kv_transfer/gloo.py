@@ -21,7 +21,12 @@ class GlooBackend:
 
     def join(self, store: Store, rank: int) -> Transport:
         """Join as ``rank`` 0 or 1. Raises RuntimeError if the other end does not join in time."""
-        return GlooTransport(gloo_group(store, rank, 2, self._host, self._timeout_s), rank)
+        return GlooTransport(
+            gloo_group(
+                store=store, rank=rank, num_ranks=2, host=self._host, timeout_s=self._timeout_s
+            ),
+            rank,
+        )
 
 
 class GlooTransport:

@@ -71,7 +71,10 @@ class PeerLink:
             nonce = secrets.token_hex(16)
             close_remote = partial(self._close_remote, nonce)
             managed = self._managed = ManagedChannel(
-                nonce, self.endpoint.tasks, self._connect(nonce), close_remote
+                nonce=nonce,
+                tasks=self.endpoint.tasks,
+                building=self._connect(nonce),
+                close_remote=close_remote,
             )
         return managed, await managed.channel()
 
@@ -151,7 +154,11 @@ class PeerLink:
         """
         try:
             return await call_rank(
-                self.control, method, message, reply, wait_s + self.endpoint.deadlines.call_s
+                control=self.control,
+                method=method,
+                message=message,
+                reply=reply,
+                timeout_s=wait_s + self.endpoint.deadlines.call_s,
             )
         except (RankLost, HandoverError):
             raise

@@ -84,7 +84,9 @@ class PullState:
         """
         num_bytes = sum(reply.num_bytes for reply in self.replies)
         backend = self.endpoint.channel_factory.backend
-        return TransferStats(num_bytes, self.offer.num_tokens, backend, self.wire_s)
+        return TransferStats(
+            bytes=num_bytes, tokens=self.offer.num_tokens, backend=backend, seconds=self.wire_s
+        )
 
     async def fetch(self, span: Span) -> None:
         """Pull one chunk into the pages and record its reply.

@@ -69,8 +69,10 @@ class Sink:
         """
         size = self._endpoint.caches.pool.page_size
         assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
-        link = self._link(offer.owner, offer.rank_name, offer.epoch, control)
-        pull = PullState(self._endpoint, link, offer, pages)
+        link = self._link(
+            owner=offer.owner, rank_name=offer.rank_name, epoch=offer.epoch, control=control
+        )
+        pull = PullState(endpoint=self._endpoint, link=link, offer=offer, pages=pages)
         renewal = self._endpoint.tasks.start(self._keep_lease(pull))
         self._pulls.add(pull)
         reason = "failed"
@@ -127,7 +129,11 @@ class Sink:
                 link.drop(f"a later epoch of {rank_name} is in use")
                 self._endpoint.tasks.start(link.control.close())
             link = self._links[rank_name] = PeerLink(
-                self._local_rank, owner, epoch, control, self._endpoint
+                local_rank=self._local_rank,
+                owner=owner,
+                epoch=epoch,
+                control=control,
+                endpoint=self._endpoint,
             )
         return link
 
@@ -175,7 +181,9 @@ class Sink:
         try:
             async with asyncio.TaskGroup() as fetches:
                 for group in self._layout.groups:
-                    for part in split_into_chunks(Span(group, pull.pages, lo, hi), chunk_bytes):
+                    for part in split_into_chunks(
+                        Span(group=group, pages=pull.pages, lo=lo, hi=hi), chunk_bytes
+                    ):
                         fetches.create_task(pull.fetch(part))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None

@@ -94,7 +94,10 @@ class Source:
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
         now = ComputedPrefix(
-            num_tokens, tuple(pages), pool.generations(pages), caches.record_event()
+            num_tokens=num_tokens,
+            pages=tuple(pages),
+            generations=pool.generations(pages),
+            event=caches.record_event(),
         )
         self._post(self._book.advance, identity, now, seal)
 
@@ -164,8 +167,15 @@ class Source:
             self._endpoint.staging.free(buffer)
             raise
         transfer = channel.send(data)
-        self._endpoint.tasks.start(self._finish(channel, transfer, buffer, message.nonce))
-        return m.SendReply(transfer.transfer_id, data.nbytes, first_page, generations)
+        self._endpoint.tasks.start(
+            self._finish(channel=channel, transfer=transfer, buffer=buffer, nonce=message.nonce)
+        )
+        return m.SendReply(
+            transfer_id=transfer.transfer_id,
+            num_bytes=data.nbytes,
+            first_page=first_page,
+            generations=generations,
+        )
 
     async def _finish(
         self, channel: Channel, transfer: Transfer, buffer: Buffer, nonce: str
@@ -198,7 +208,7 @@ class Source:
         chunk_bytes = self._endpoint.staging.chunk_bytes
         if num_bytes > chunk_bytes:
             raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
-        return Span(group, computed.pages, message.lo, message.hi)
+        return Span(group=group, pages=computed.pages, lo=message.lo, hi=message.hi)
 
     async def _read(self, message: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """Copy a span into ``out``; return its first page index and its pages' generations.

@@ -133,7 +133,9 @@ def load_model(
     dtype = _dtype(config.model.dtype, model)
     think_ids = read_think_ids(path, config.model.think_tokens)
     tokenizer = tokenizer_digest(path)
-    dispatch = create_dispatch(model, section, kind, rank, placement)
+    dispatch = create_dispatch(
+        config=model, section=section, kind=kind, rank=rank, placement=placement
+    )
     kernels = create_kernels(config.model.kernels, model, device, quantises=kind == PREFILL)
     keep_fp8 = kernels.supports_fp8_blocks and _is_block_fp8(model)
     with CheckpointFiles(path) as files:

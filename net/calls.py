@@ -97,7 +97,11 @@ class CallClient(Control):
         async with self._opening:
             if self._reading is None or self._reading.done():
                 address = await call_rank(
-                    self._bootstrap, CALL_ADDRESS, None, PortAddress, GREETING_S
+                    control=self._bootstrap,
+                    method=CALL_ADDRESS,
+                    message=None,
+                    reply=PortAddress,
+                    timeout_s=GREETING_S,
                 )
                 reader, self._writer = await connect(self._name, address, _EPOCH.pack(self._epoch))
                 self._reading = asyncio.create_task(self._read(reader, self._writer))

@@ -177,7 +177,12 @@ class PrefillEngine:
         segments = [_segment(chunk) for chunk in chunks]
         return PrefillInputs(
             requests,
-            batch=pack_segments(segments, self._page_size, self._loaded.device, min_rows),
+            batch=pack_segments(
+                segments=segments,
+                page_size=self._page_size,
+                device=self._loaded.device,
+                num_rows=min_rows,
+            ),
             next_GK=self._ints(self._next_tokens(chunk) for chunk in chunks).view(
                 -1, self._num_lookahead
             ),
@@ -201,7 +206,12 @@ class PrefillEngine:
         )
         logits_EV = network.logits(hidden_1TD[0, segments.ends_G[inputs.ended_E] - 1])
         no_drafts = inputs.ended_E.new_empty(len(inputs.requests), 0)
-        adjusted_EV = apply_rules(logits_EV, inputs.sampling, inputs.num_output_E, no_drafts)
+        adjusted_EV = apply_rules(
+            logits_BV=logits_EV,
+            rows=inputs.sampling,
+            num_output_B=inputs.num_output_E,
+            drafts_BN=no_drafts,
+        )
         tokens_E = draw(adjusted_EV, inputs.sampling, inputs.num_output_E)
         next_GK = inputs.next_GK.clone()
         next_GK[inputs.ended_E, 0] = tokens_E
@@ -210,7 +220,10 @@ class PrefillEngine:
         features_EF: Iterable[Tensor | None] = [None] * len(inputs.requests)
         if drafter.num_features:
             features_EF = last_rows(
-                features_1TF[0], segments, inputs.ended_E, drafter.num_feature_tokens
+                x_TF=features_1TF[0],
+                segments=segments,
+                ended_E=inputs.ended_E,
+                num=drafter.num_feature_tokens,
             )
         first_tokens_E = tokens_E.where(inputs.sampling.sampler.are_finite(adjusted_EV), NO_TOKEN)
         return zip(first_tokens_E.tolist(), logprobs, features_EF, strict=True)
@@ -285,5 +298,7 @@ def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
         rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
         for row, request in enumerate(requests):
             stops = stop_ids(request.sampling, loaded.config.eos_token_ids)
-            set_rules(rules, row, request, request.output_ids, stops)
+            set_rules(
+                rules=rules, row=row, request=request, output_ids=request.output_ids, stops=stops
+            )
     return SamplingRows.of(settings, loaded.device, rules, loaded.kernels)

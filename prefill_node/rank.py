@@ -35,7 +35,9 @@ class PrefillRank:
         self.spec = parts.spec
         self.pool = parts.pool
         self.loop = parts.loop
-        self.engine = PrefillEngine(parts, self._on_progress, self._on_failed, pages)
+        self.engine = PrefillEngine(
+            parts=parts, on_progress=self._on_progress, on_failed=self._on_failed, pages=pages
+        )
         self.source = Source(parts.transfer_endpoint())
         self.info = parts.info()
         self._handover_hidden = parts.config.speculation.handover_hidden

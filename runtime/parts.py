@@ -64,7 +64,10 @@ class RankParts:
         """Create the KV transfer endpoint of these caches, at the rank's address."""
         channel_factory = channel_factory_from_config(self.config, self.spec.kind, self.spec.host)
         return TransferEndpoint(
-            self.transfer_caches(), self.loop, channel_factory, self.config.kv_transfer
+            caches=self.transfer_caches(),
+            engine=self.loop,
+            channel_factory=channel_factory,
+            config=self.config.kv_transfer,
         )
 
     def info(self) -> RankInfo:
@@ -118,11 +121,20 @@ def load_resident_model(
     Raises ValueError for mistakes of the user, and the errors of ``check_digest`` (see
     ``load_model``).
     """
-    loaded = load_model(config, spec.kind, spec.rank, placement, check_digest)
+    loaded = load_model(
+        config=config,
+        kind=spec.kind,
+        rank=spec.rank,
+        placement=placement,
+        check_digest=check_digest,
+    )
     page_bounds = loaded.device, loaded.max_model_len, loaded.bytes_per_token
     num_pages = config.kv.num_pages or default_num_pages(config, *page_bounds)
     return ResidentModel(
-        config, loaded, num_pages, loaded.allocate_caches(num_pages, config.kv.page_size)
+        config=config,
+        loaded=loaded,
+        num_pages=num_pages,
+        caches=loaded.allocate_caches(num_pages, config.kv.page_size),
     )
 
 
@@ -158,18 +170,33 @@ async def start_rank(
     # A rank that is compiling kernels does not count as stalled.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
     loop = EngineLoop(
-        f"engine-{spec.rank_name}", crash_journal, config.control.stall_timeout_s, clock
+        name=f"engine-{spec.rank_name}",
+        crash_journal=crash_journal,
+        stuck_s=config.control.stall_timeout_s,
+        clock=clock,
     )
     lockstep = Lockstep()
     if rendezvous is not None:
         lockstep = await run_in_thread(
             lambda: GangLockstep(
-                spec, rendezvous, planner_server, loaded.device, loop.stall_detector
+                spec=spec,
+                rendezvous=rendezvous,
+                planner_server=planner_server,
+                device=loaded.device,
+                stall_detector=loop.stall_detector,
             )
         )
     try:
         loaded.dispatch.set_group(lockstep.collectives)
-        parts = RankParts(spec, config, loaded, pool, resident_model.caches, loop, lockstep)
+        parts = RankParts(
+            spec=spec,
+            config=config,
+            loaded=loaded,
+            pool=pool,
+            caches=resident_model.caches,
+            loop=loop,
+            lockstep=lockstep,
+        )
         rank = await module.build(parts, **build_options)
     except BaseException:
         lockstep.close()

@@ -77,11 +77,11 @@ class RankActor:
         )
         digest = self._placement.digest if self._placement else ""
         self._state = RankState(
-            self._spec,
-            config_json,
-            os.getpid(),
-            log_path,
-            max_seen,
+            spec=self._spec,
+            config_json=config_json,
+            pid=os.getpid(),
+            log_path=log_path,
+            max_seen=max_seen,
             crash_journal_path=journal_path,
             placement=digest,
         )

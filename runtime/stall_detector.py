@@ -72,7 +72,12 @@ class StallDetector:
             before_s = self._last_measured[1] if self._last_measured[0] == turn else 0.0
             age_s = min(before_s + max(0.0, gap_s), now - began_at)
             self._last_measured = (turn, age_s)
-        return EngineProgress(turn, age_s, self.stall_threshold_s, self.position())
+        return EngineProgress(
+            num_turns=turn,
+            busy_s=age_s,
+            stall_threshold_s=self.stall_threshold_s,
+            position=self.position(),
+        )
 
     @property
     def stall_threshold_s(self) -> float:

@@ -142,7 +142,7 @@ def jobs_of(
 ) -> list[Job]:
     """Return the jobs of the workload, or of its warm-up. A trace is warmed up with random jobs."""
     if options.trace is not None and not warm_up:
-        return trace_jobs(options.trace, model, num, options.seed)
+        return trace_jobs(path=options.trace, model=model, max_jobs=num, seed=options.seed)
     shape = RequestLengths(
         parse_range("--prompt-tokens", options.prompt_tokens),
         parse_range("--output-tokens", options.output_tokens),
@@ -150,13 +150,18 @@ def jobs_of(
     if options.workload == "shared-prefix":
         lengths = shape.prompt_tokens, shape.output_tokens
         shape = RequestLengths(*lengths, options.num_prefixes, options.prefix_tokens)
-    return random_jobs(model, num, shape, options.seed, warm_up=warm_up)
+    return random_jobs(model=model, num=num, shape=shape, seed=options.seed, warm_up=warm_up)
 
 
 def due_times_s(options: BenchOptions, jobs: Sequence[Job]) -> list[float] | None:
     """Return when each job is due, in seconds after the start; None for a closed loop."""
     if options.rate is not None:
-        return arrival_times_s(len(jobs), options.rate, options.burstiness, options.seed)
+        return arrival_times_s(
+            num_requests=len(jobs),
+            rate=options.rate,
+            burstiness=options.burstiness,
+            seed=options.seed,
+        )
     if options.concurrency is not None or jobs[0].arrival_s is None:
         return None
     return [(job.arrival_s or 0.0) - jobs[0].arrival_s for job in jobs]
@@ -183,7 +188,10 @@ def speedups(
         if step_ms and base_ms:
             num_nodes = num_drafts * deepest.acceptance.nodes_per_depth
             cost_ratio = speculation.cost_ratio(step_ms, base_ms, num_nodes)
-    return [_speedups(arm, base, cost_ratio, draft_flops_ratio) for arm in arms]
+    return [
+        _speedups(arm=arm, base=base, cost_ratio=cost_ratio, draft_flops_ratio=draft_flops_ratio)
+        for arm in arms
+    ]
 
 
 def _speedups(
@@ -198,17 +206,19 @@ def _speedups(
     def model(share: float | None) -> float | None:
         if share is None or cost_ratio is None:
             return None
-        return speculation.speedup(share, num_drafts, cost_ratio, num_nodes)
+        return speculation.speedup(
+            acceptance=share, num_drafts=num_drafts, cost_ratio=cost_ratio, num_nodes=num_nodes
+        )
 
     pairs = [] if base is None else list(zip(base.runs, arm.runs, strict=True))
     return Speedups(
-        cost_ratio,
-        model(seen.first),
-        model(seen.fitted),
-        None if base is None else _tpot_ratio(base.runs, arm.runs),
-        tuple(_tpot_ratio([before], [after]) for before, after in pairs),
-        speculation.operations(*own),
-        speculation.expected_length(fitted, num_drafts),
+        cost_ratio=cost_ratio,
+        model_first=model(seen.first),
+        model_fitted=model(seen.fitted),
+        measured=None if base is None else _tpot_ratio(base.runs, arm.runs),
+        measured_per_round=tuple(_tpot_ratio([before], [after]) for before, after in pairs),
+        operations=speculation.operations(*own),
+        reads=speculation.expected_length(fitted, num_drafts),
     )
 
 

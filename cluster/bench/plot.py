@@ -20,16 +20,26 @@ def save_plot(path: Path, title: str, arms: Sequence[Arm]) -> None:
         color = f"C{i}"
         label = "as served" if arm.max_drafts is None else f"{arm.max_drafts} drafts"
         good = [record for record in arm.records if record.error is None]
-        _plot_cdf(first, [x for x in map(ttft_ms, good) if x is not None], label, color)
-        _plot_cdf(per_token, [x for x in map(tpot_ms, good) if x is not None], label, color)
-        _tokens_over_time(tokens, arm, label, color)
+        _plot_cdf(
+            axes=first,
+            values=[x for x in map(ttft_ms, good) if x is not None],
+            label=label,
+            color=color,
+        )
+        _plot_cdf(
+            axes=per_token,
+            values=[x for x in map(tpot_ms, good) if x is not None],
+            label=label,
+            color=color,
+        )
+        _tokens_over_time(axes=tokens, arm=arm, label=label, color=color)
         shares = arm.acceptance.per_position
         if shares:
             drafts.plot(range(1, len(shares) + 1), shares, marker="o", label=label, color=color)
-    _label_axes(first, "time to first token", "ms", "share of answers")
-    _label_axes(per_token, "time per output token", "ms", "share of answers")
-    _label_axes(tokens, "output tokens received", "s", "tokens")
-    _label_axes(drafts, "drafts accepted", "position", "share of drafts")
+    _label_axes(axes=first, title="time to first token", x="ms", y="share of answers")
+    _label_axes(axes=per_token, title="time per output token", x="ms", y="share of answers")
+    _label_axes(axes=tokens, title="output tokens received", x="s", y="tokens")
+    _label_axes(axes=drafts, title="drafts accepted", x="position", y="share of drafts")
     drafts.set_ylim(0, 1)
     drafts.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120)

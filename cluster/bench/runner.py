@@ -113,7 +113,14 @@ class LoadGenerator:
         end_s = self._now_s()
         self._on_end()
         due = sent_s if due_s is None else due_s
-        return Record(due, sent_s, end_s, tuple(messages), finished, error)
+        return Record(
+            due_s=due,
+            sent_s=sent_s,
+            end_s=end_s,
+            messages=tuple(messages),
+            finished=finished,
+            error=error,
+        )
 
     async def _receive(
         self, job: Job, index: int, messages: list[tuple[float, int]]

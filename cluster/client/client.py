@@ -78,7 +78,9 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
             ValueError: An option cannot be encoded. Raised by this call, before iteration.
         """
         return self._stream_with_retries(
-            StreamPlan(prompt, options, self._retry_s, self._backoff_s)
+            StreamPlan(
+                prompt=prompt, options=options, retry_s=self._retry_s, backoff_s=self._backoff_s
+            )
         )
 
     async def complete(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Completion:

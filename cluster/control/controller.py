@@ -153,7 +153,12 @@ class Controller:
         machines = RayMachines()
         self._gangs = {
             plan.name: GangSupervisor(
-                plan, config, machines, self._epochs, self._publish, weights=self._weights
+                plan=plan,
+                config=config,
+                machines=machines,
+                epochs=self._epochs,
+                on_change=self._publish,
+                weights=self._weights,
             )
             for plan in plan_gangs(config)
         }
@@ -218,7 +223,9 @@ class Controller:
         gangs = tuple(supervisor.gang for supervisor in self._gangs.values())
         version = self._epochs.seen[0], self._snapshot.version[1] + 1
         config = "" if self._config is None else shared_digest(self._config)
-        self._snapshot = Membership(version, gangs, config, self._proof_key)
+        self._snapshot = Membership(
+            version=version, gangs=gangs, config=config, proof_key=self._proof_key
+        )
         self._snapshot_changed.set()
         self._snapshot_changed = asyncio.Event()
 

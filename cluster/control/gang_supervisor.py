@@ -72,7 +72,7 @@ class GangSupervisor:
     _task: "asyncio.Task[None] | None" = None
 
     def __post_init__(self) -> None:
-        self.gang = Gang(self.plan.name, self.plan.kind, 0, STARTING)
+        self.gang = Gang(name=self.plan.name, kind=self.plan.kind, epoch=0, state=STARTING)
         self.ranks = RankGroup(self.plan, self.config.control, weights=self.weights)
 
     @property
@@ -148,8 +148,15 @@ class GangSupervisor:
             starts = (f"{self.plan.name}: waiting for room",)
             self._update_gang(epoch=epoch, state=STARTING, startup_notes=starts, members=())
             self.ranks.suspicion = ""  # refers to the previous epoch
-            launch = EpochLaunch(epoch, self.ranks.placement_group_epoch, missing, self.placement)
-            await self.machines.launch_ranks(self.plan, launch, self.config, self.ranks.handles)
+            launch = EpochLaunch(
+                epoch=epoch,
+                placement_group_epoch=self.ranks.placement_group_epoch,
+                missing=missing,
+                placement=self.placement,
+            )
+            await self.machines.launch_ranks(
+                plan=self.plan, launch=launch, config=self.config, ranks=self.ranks.handles
+            )
         while True:
             self._poll_now.clear()
             states = await self.ranks.poll_states(self.epochs.seen)

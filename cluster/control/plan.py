@@ -51,12 +51,12 @@ class GangPlan:
         assert len(hosts) == self.num_ranks, f"{self.num_ranks} ranks on {hosts}"
         return [
             RankSpec(
-                self.name,
-                self.kind,
-                epoch,
-                rank,
-                self.num_ranks,
-                host,
+                gang=self.name,
+                kind=self.kind,
+                epoch=epoch,
+                rank=rank,
+                num_ranks=self.num_ranks,
+                host=host,
                 placement_group_epoch=placement_group_epoch,
             )
             for rank, host in enumerate(hosts)
@@ -89,7 +89,13 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
         resources = {"CPU": section.num_threads, **gpus}
         for index in range(section.replicas):
             gangs.append(
-                GangPlan(f"{kind}-{index}", kind, section.dp_size, resources, section.node_group)
+                GangPlan(
+                    name=f"{kind}-{index}",
+                    kind=kind,
+                    num_ranks=section.dp_size,
+                    resources=resources,
+                    group=section.node_group,
+                )
             )
     return gangs
 

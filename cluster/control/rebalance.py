@@ -61,7 +61,13 @@ async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) 
     if is_moved:
         await drain_and_restart(supervisor, change_lock, best)
         await _wait_until_ready(supervisor)
-    return RebalanceResult(gang.name, sum(map(sum, counts_LE)), before, after, is_moved)
+    return RebalanceResult(
+        gang=gang.name,
+        num_rows=sum(map(sum, counts_LE)),
+        before=before,
+        after=after,
+        is_moved=is_moved,
+    )
 
 
 async def _wait_until_ready(supervisor: GangSupervisor) -> None:

@@ -53,7 +53,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return None
         is_idle = handler.response_streaming and not details.method.endswith("/Generate")
         permit = self._idle_permit if is_idle else nullcontext
-        call = _Call(handler, details.method, self._uploads, self._on_error)
+        call = _Call(
+            handler=handler, method=details.method, uploads=self._uploads, on_error=self._on_error
+        )
         make = getattr(
             grpc, f"stream_{_cardinality(handler.response_streaming)}_rpc_method_handler"
         )

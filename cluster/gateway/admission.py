@@ -256,4 +256,9 @@ def _check_request(raw_request: RawRequest, gateway: "ClusterGateway") -> tuple[
         ValueError, ModelMismatch: See ``check_request``.
     """
     request = check_request(raw_request, gateway.model, gateway.tokenizer)
-    return with_proof(request, raw_request.resume_proof, gateway.proof_key, gateway.model.digest)
+    return with_proof(
+        request=request,
+        sent_proof=raw_request.resume_proof,
+        key=gateway.proof_key,
+        model_digest=gateway.model.digest,
+    )

@@ -39,7 +39,10 @@ class Answer:
         self._text = AnswerText(text, sampling.stop, sampling.min_tokens)
         self._stop_ids = stop_ids(sampling, model.eos_token_ids)
         self.max_output_tokens = remaining_budget(
-            len(request.prompt_ids), 0, sampling.max_tokens, model.max_model_len
+            num_prompt=len(request.prompt_ids),
+            num_output=0,
+            max_tokens=sampling.max_tokens,
+            max_model_len=model.max_model_len,
         )
         self._resume(request.output_ids)
         self._previous_counts = self._attempt_counts = self._attempt_counts_before = (

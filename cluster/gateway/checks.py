@@ -109,8 +109,15 @@ def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokeniz
     max_items = model.max_model_len - 1
     request = Request(
         request_id=request_id(raw_request.request_id),
-        prompt_ids=_prompt_ids(raw_request.prompt, model, tokenizer, token),
-        output_ids=_token_ids("resume_token_ids", raw_request.resume_token_ids, token, max_items),
+        prompt_ids=_prompt_ids(
+            prompt=raw_request.prompt, model=model, tokenizer=tokenizer, token=token
+        ),
+        output_ids=_token_ids(
+            field="resume_token_ids",
+            ids=raw_request.resume_token_ids,
+            token=token,
+            max_items=max_items,
+        ),
         sampling=raw_request.sampling,
         speculation=raw_request.speculation,
     )
@@ -171,7 +178,7 @@ def _prompt_ids(
         raise ValueError(f"{kind}: the prompt has no tokens; give at least one")
     if len(ids) >= model.max_model_len:
         _refuse_length(kind, len(ids), model)
-    return _token_ids(kind, ids, token, len(ids))
+    return _token_ids(field=kind, ids=ids, token=token, max_items=len(ids))
 
 
 def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:

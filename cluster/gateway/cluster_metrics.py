@@ -65,19 +65,33 @@ _Sample = tuple[Sequence[str], float]
 def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
     """Yield the metrics of the cluster as this gateway knows it."""
     yield gauge(
-        "serving", "1 while the server accepts requests.", (), [((), admission.is_serving())]
+        name="serving",
+        text="1 while the server accepts requests.",
+        labels=(),
+        samples=[((), admission.is_serving())],
     )
     if (gateway := admission.gateway) is None:
         return
     num_running = sum(streams.num_with_tokens for streams in gateway.open_answers)
     num_waiting = sum(map(len, gateway.open_answers)) - num_running
-    yield gauge("num_requests_running", "Answers that have a token.", (), [((), num_running)])
     yield gauge(
-        "num_requests_waiting", "Answers that wait for their first token.", (), [((), num_waiting)]
+        name="num_requests_running",
+        text="Answers that have a token.",
+        labels=(),
+        samples=[((), num_running)],
+    )
+    yield gauge(
+        name="num_requests_waiting",
+        text="Answers that wait for their first token.",
+        labels=(),
+        samples=[((), num_waiting)],
     )
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
     yield counter(
-        "migrations", "Attempts whose answer migrated to other ranks.", ["reason"], migrations
+        name="migrations",
+        text="Attempts whose answer migrated to other ranks.",
+        labels=["reason"],
+        samples=migrations,
     )
     yield from gang_metrics(gateway.fleet)
     yield from rank_metrics(gateway.fleet)
@@ -89,37 +103,45 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
     heartbeats = [(names, rank.heartbeat) for names, rank in ranks if rank.heartbeat is not None]
     for name, (text, read) in _GAUGES.items():
         yield gauge(
-            name, text, RANK_LABELS, [(names, read(heartbeat)) for names, heartbeat in heartbeats]
+            name=name,
+            text=text,
+            labels=RANK_LABELS,
+            samples=[(names, read(heartbeat)) for names, heartbeat in heartbeats],
         )
     for name, (text, key) in _COUNTERS.items():
         counters = [(names, heartbeat.load.counters) for names, heartbeat in heartbeats]
         yield counter(
-            name, text, RANK_LABELS, [(names, one[key]) for names, one in counters if key in one]
+            name=name,
+            text=text,
+            labels=RANK_LABELS,
+            samples=[(names, one[key]) for names, one in counters if key in one],
         )
     used = [(names, 1 - r.load.num_free_tokens / r.info.max_tokens) for names, r in ranks]
     yield gauge(
-        "kv_cache_usage_perc",
-        "Share of a rank's KV cache that sequences hold, 0 to 1.",
-        RANK_LABELS,
-        used,
+        name="kv_cache_usage_perc",
+        text="Share of a rank's KV cache that sequences hold, 0 to 1.",
+        labels=RANK_LABELS,
+        samples=used,
     )
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
-    yield gauge("rank_up", "1 while a rank gets requests.", RANK_LABELS, up)
+    yield gauge(
+        name="rank_up", text="1 while a rank gets requests.", labels=RANK_LABELS, samples=up
+    )
     ratios = balance_ratios(fleet.ranks.values())
     gangs = [(names, rank.info.spec.gang) for names, rank in ranks]
     balances = [(names, ratios[gang]) for names, gang in gangs if gang in ratios]
     info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
     yield gauge(
-        "rank_info",
-        "1; the label kernels names what computes the steps of a rank.",
-        (*RANK_LABELS, "kernels"),
-        info,
+        name="rank_info",
+        text="1; the label kernels names what computes the steps of a rank.",
+        labels=(*RANK_LABELS, "kernels"),
+        samples=info,
     )
     yield gauge(
-        "balance_ratio",
-        "Mean expert rows per rank divided by the maximum, in a gang.",
-        RANK_LABELS,
-        balances,
+        name="balance_ratio",
+        text="Mean expert rows per rank divided by the maximum, in a gang.",
+        labels=RANK_LABELS,
+        samples=balances,
     )
 
 
@@ -127,13 +149,18 @@ def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
     """Yield the state and the number of ended epochs of each gang."""
     states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.membership.gangs]
     yield gauge(
-        "gang_state",
-        "1; the label state names the state that a gang is in.",
-        (*GANG_LABELS, "state"),
-        states,
+        name="gang_state",
+        text="1; the label state names the state that a gang is in.",
+        labels=(*GANG_LABELS, "state"),
+        samples=states,
     )
     failures = [((gang.name, gang.kind), gang.num_deaths) for gang in fleet.membership.gangs]
-    yield counter("gang_deaths", "Epochs of a gang that ended.", GANG_LABELS, failures)
+    yield counter(
+        name="gang_deaths",
+        text="Epochs of a gang that ended.",
+        labels=GANG_LABELS,
+        samples=failures,
+    )
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Iterable[_Sample]) -> Metric:

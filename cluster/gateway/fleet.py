@@ -175,7 +175,11 @@ class Fleet:
             control = self._members.control(infos[name].spec)
             rank = self.ranks[name] = RankHandle(infos[name], control, self._background)
             heartbeats = follow_rank(
-                rank, self.session, self._heartbeat_s, self._stall_timeout_s, self._report
+                rank=rank,
+                session=self.session,
+                heartbeat_s=self._heartbeat_s,
+                stall_timeout_s=self._stall_timeout_s,
+                on_lost=self._report,
             )
             self._listeners[rank] = asyncio.create_task(heartbeats, name=f"hear-{name}")
         for gang in now.gangs:

@@ -88,7 +88,12 @@ async def _request_grant(request: Request, pair: AttemptRoute, session: int) -> 
     num_prompt = len(request.prompt_ids)
     num_output = len(request.output_ids)
     max_tokens = request.sampling.max_tokens
-    size = on_decode.RequestSize(num_prompt, num_output, max_tokens, request.is_resumed)
+    size = on_decode.RequestSize(
+        num_prompt=num_prompt,
+        num_output=num_output,
+        max_tokens=max_tokens,
+        is_resumed=request.is_resumed,
+    )
     await _call(pair.decode, "grant", on_decode.Grant(pair.identity, session, size), Empty)
     pair.decode.inboxes.granted[pair.identity] = None
 
@@ -98,7 +103,9 @@ async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int)
     owner = pair.prefill.info.spec
     place = owner.process_name, owner.rank_name, owner.epoch
     offer = Offer(PROTOCOL, *place, pair.identity, info.caches, num_tokens)
-    message = on_decode.Start(pair.identity, request, offer, pair.is_suspect)
+    message = on_decode.Start(
+        identity=pair.identity, request=request, offer=offer, is_suspect=pair.is_suspect
+    )
     return await _call(pair.decode, "start", message, TransferStats, pair.prefill)
 
 

@@ -45,9 +45,20 @@ async def follow_rank(
             try:
                 if rank.info.frames is not None:
                     stream = await connect(rank.epoch_name, rank.info.frames, session)
-                    await _read_frames(rank, stream, heartbeat_s, stall_timeout_s, retries)
+                    await _read_frames(
+                        rank=rank,
+                        stream=stream,
+                        heartbeat_s=heartbeat_s,
+                        stall_threshold_s=stall_timeout_s,
+                        retries=retries,
+                    )
                 else:
-                    await _poll_heartbeats(rank, heartbeat_s, stall_timeout_s, retries)
+                    await _poll_heartbeats(
+                        rank=rank,
+                        heartbeat_s=heartbeat_s,
+                        stall_threshold_s=stall_timeout_s,
+                        retries=retries,
+                    )
             except Exception as error:
                 log.warning("%s sends no frames: %s", rank.epoch_name, error)
                 if rank.liveness.mark_lost(error):
@@ -63,7 +74,13 @@ async def _poll_heartbeats(
     while True:
         rank.on_heartbeat_sent()
         stall_threshold_s = rank.on_heartbeat(
-            await call_rank(rank.control, "heartbeat", None, Heartbeat, stall_threshold_s)
+            await call_rank(
+                control=rank.control,
+                method="heartbeat",
+                message=None,
+                reply=Heartbeat,
+                timeout_s=stall_threshold_s,
+            )
         )
         retries.reset()
         await _wait_until_due(rank, heartbeat_s)

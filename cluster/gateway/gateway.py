@@ -123,7 +123,9 @@ class ClusterGateway:
         ranks += [RankStatus(g.name, g.kind, g.epoch, False, cause=g.cause) for g in unready]
         at_best = DEGRADED if any(rank.cause for rank in ranks) else SERVING
         state = at_best if self.is_healthy() else NOT_SERVING
-        return ServerStatus(state, self.config.mode, num_running, tuple(ranks))
+        return ServerStatus(
+            state=state, mode=self.config.mode, num_running=num_running, ranks=tuple(ranks)
+        )
 
     async def _send_warm_up(self, pair: AttemptRoute) -> None:
         """Run a tiny request on a pair of ranks. Raises ValueError if the ranks are
@@ -133,7 +135,13 @@ class ClusterGateway:
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
         request = Request(pair.identity.request_id, (0, 0), sampling=sampling)
         answer = self._make_answer(0, request)
-        await run_request(request, pair, self.fleet.session, answer, lambda piece: None)
+        await run_request(
+            request=request,
+            pair=pair,
+            session=self.fleet.session,
+            answer=answer,
+            emit=lambda piece: None,
+        )
 
     def _num_rows(self) -> int:
         """Return the number of rows of all decode ranks that get requests."""
@@ -172,7 +180,9 @@ class ClusterGateway:
             try:
                 remaining = answer.remaining_request()
                 pair = await self._choose_route(remaining, answer.index, attempts)
-                await run_request(remaining, pair, session, answer, emit_piece)
+                await run_request(
+                    request=remaining, pair=pair, session=session, answer=answer, emit=emit_piece
+                )
             except Preempted:
                 self.migrations["Preempted"] += 1
             except (RankLost, HandoverError, StepFailed, Overloaded) as error:
@@ -202,5 +212,8 @@ class ClusterGateway:
         )
         self._affinity.remember(token_ids, prefill.epoch_name)
         return AttemptRoute(
-            prefill, decode, Identity(request.request_id, index), attempts.is_suspect()
+            prefill=prefill,
+            decode=decode,
+            identity=Identity(request.request_id, index),
+            is_suspect=attempts.is_suspect(),
         )

@@ -193,7 +193,13 @@ class RankHandle:
     async def is_reachable(self) -> bool:
         """Whether the rank answers a call, which needs a turn of its engine thread."""
         try:
-            await call_rank(self.control, "ping", None, Empty, STATUS_TIMEOUT_S)
+            await call_rank(
+                control=self.control,
+                method="ping",
+                message=None,
+                reply=Empty,
+                timeout_s=STATUS_TIMEOUT_S,
+            )
             return True
         except Exception as error:
             log.warning("%s does not answer: %r", self.epoch_name, error)
@@ -206,7 +212,13 @@ class RankHandle:
         still list the sequence.
         """
         return self._releases.start(
-            call_rank(self.control, method, identity, Empty, RELEASE_TIMEOUT_S)
+            call_rank(
+                control=self.control,
+                method=method,
+                message=identity,
+                reply=Empty,
+                timeout_s=RELEASE_TIMEOUT_S,
+            )
         )
 
 

@@ -30,7 +30,9 @@ def with_proof(
     """
     if request.output_ids and _is_genuine(request, sent_proof, key, model_digest):
         return replace(request, is_resumed=True), sent_proof
-    return request, _sign(request, int(time.time()), key, model_digest) if key else ""
+    return request, _sign(
+        request=request, issued_at=int(time.time()), key=key, model_digest=model_digest
+    ) if key else ""
 
 
 def _is_genuine(request: Request, proof: str, key: bytes, model_digest: str) -> bool:
@@ -40,7 +42,9 @@ def _is_genuine(request: Request, proof: str, key: bytes, model_digest: str) -> 
     issued_at = int(form[1])
     # Clocks of gateways differ a little, so a proof may be dated in the future.
     is_valid = abs(time.time() - issued_at) < MAX_AGE_S
-    return is_valid and hmac.compare_digest(proof, _sign(request, issued_at, key, model_digest))
+    return is_valid and hmac.compare_digest(
+        proof, _sign(request=request, issued_at=issued_at, key=key, model_digest=model_digest)
+    )
 
 
 def _sign(request: Request, issued_at: int, key: bytes, model_digest: str) -> str:

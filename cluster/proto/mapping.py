@@ -57,7 +57,9 @@ def piece_from_proto(response: pb.GenerateResponse) -> Piece:
     if kind == "delta":
         delta = response.delta
         logprobs = tuple(_token_logprobs(token) for token in delta.logprobs)
-        return Delta(delta.index, tuple(delta.token_ids), delta.text, logprobs)
+        return Delta(
+            index=delta.index, token_ids=tuple(delta.token_ids), text=delta.text, logprobs=logprobs
+        )
     if kind == "finished":
         return from_proto(Finished, response.finished)
     raise ValueError("GenerateResponse holds no piece this client knows; update the client")

@@ -153,7 +153,13 @@ class StepCostModel:
             num = len(self.levels)
             probe_times_s = [deque[float](maxlen=NUM_PROBE_TIMES) for _ in self.levels]
             same_rows = [other for other in self.buckets if other[0] == size[0]]
-            costs = BucketCosts([0.0] * num, [0] * num, [0] * num, probe_times_s, num - 1)
+            costs = BucketCosts(
+                step_s=[0.0] * num,
+                num_samples=[0] * num,
+                probed_at=[0] * num,
+                probe_times_s=probe_times_s,
+                current_shape=num - 1,
+            )
             if same_rows:
                 near = self.buckets[min(same_rows, key=lambda other: abs(other[1] - size[1]))]
                 costs.step_s = [*near.step_s]

@@ -106,7 +106,7 @@ def common_step_keys(
     draft shapes from ``min_shape_index`` on.
     """
     return [
-        StepKey(num_rows, level, amount, traits)
+        StepKey(num_rows=num_rows, shape_index=level, catch_up=amount, traits=traits)
         for num_rows in sorted(sizes, reverse=True)
         for level in range(min_shape_index, len(levels))
         for amount in catch_up.common_widths(levels[level].depth)

@@ -70,7 +70,10 @@ class Scheduler:
             Overloaded: The request is new and MAX_WAITING new requests wait already.
         """
         budget = remaining_budget(
-            size.num_prompt, size.num_output, size.max_tokens, self._max_model_len
+            num_prompt=size.num_prompt,
+            num_output=size.num_output,
+            max_tokens=size.max_tokens,
+            max_model_len=self._max_model_len,
         )
         num_tokens = size.num_prompt + size.num_output
         max_pages = self._pool.num_pages - 1
@@ -97,7 +100,9 @@ class Scheduler:
             self.queue.pop()
             row = self._free_rows.pop()
             pages = tuple(self._pool.allocate(num_pages))
-            self.sequences[identity] = GrantedSequence(identity, row, pages, limits)
+            self.sequences[identity] = GrantedSequence(
+                identity=identity, row=row, pages=pages, limits=limits
+            )
             granted.append(identity)
         return granted
 
@@ -131,15 +136,15 @@ class Scheduler:
         max_depth = self._max_depth
         max_drafts = request.speculation.max_drafts
         return RunningSequence(
-            identity,
-            granted.row,
-            list(granted.pages),
-            granted.limits,
-            granted.limits.size.num_output + 1,
-            request,
-            stop_ids(request.sampling, self._eos_ids),
-            max_depth if max_drafts is None else min(max_drafts, max_depth),
-            max_depth,
+            identity=identity,
+            row=granted.row,
+            pages=list(granted.pages),
+            limits=granted.limits,
+            num_output=granted.limits.size.num_output + 1,
+            request=request,
+            stop_ids=stop_ids(request.sampling, self._eos_ids),
+            draft_limit=max_depth if max_drafts is None else min(max_drafts, max_depth),
+            max_depth=max_depth,
             num_isolated_steps=NUM_ISOLATED_STEPS if is_suspect else 0,
         )
 

@@ -54,7 +54,9 @@ class StepPlanner:
         speculation = config.speculation
         buckets = resolve_buckets(decode.batch_sizes, decode.max_num_seqs, decode.device)
         min_shape_index = len(levels) - 1 if speculation.draft_length == draft_length.FIXED else 0
-        common_keys = common_step_keys(buckets, levels, catch_up, min_shape_index)
+        common_keys = common_step_keys(
+            sizes=buckets, levels=levels, catch_up=catch_up, min_shape_index=min_shape_index
+        )
         length = draft_length.DRAFT_LENGTH_POLICIES[speculation.draft_length]
         return cls(buckets, levels, length, catch_up, speculation.profile_at_startup, common_keys)
 
@@ -85,7 +87,7 @@ class StepPlanner:
         backlog = max(proposal.backlog for proposal in proposals)
         amount = self._catch_up.catch_up_width(self._levels[level].depth, backlog)
         traits = merge_traits(proposal.traits for proposal in proposals if proposal.num_rows)
-        return StepKey(num_rows, level, amount, traits)
+        return StepKey(num_rows=num_rows, shape_index=level, catch_up=amount, traits=traits)
 
     def _profile_key(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """Return the key of a step whose cost is unknown, or None if all have been measured."""

@@ -54,7 +54,12 @@ class HostDraftRunner:
     def _drafts(self, key: StepKey, level: DraftShape, rows: RowTensors) -> Drafts:
         none_B = torch.zeros_like(rows.state.num_output_B)
         none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
-        none = Drafts(none_BN, none_B, None, none_BN if level.parents is None else None)
+        none = Drafts(
+            tokens_BN=none_BN,
+            num_B=none_B,
+            q_BNV=None,
+            parents_BN=none_BN if level.parents is None else None,
+        )
         try:
             # The drafter has no part in a step that neither drafts nor catches up.
             if level.num_nodes or key.catch_up:
@@ -75,7 +80,9 @@ def unpack_drafts(level: DraftShape, inputs: tuple[Tensor, ...]) -> Drafts:
     """Rebuild Drafts from the tensors that ``draft_inputs`` returned for draft shape ``level``."""
     tokens_BN, num_B, *more = inputs
     parents_BN = more.pop(0) if level.parents is None else None
-    return Drafts(tokens_BN, num_B, more[0] if more else None, parents_BN)
+    return Drafts(
+        tokens_BN=tokens_BN, num_B=num_B, q_BNV=more[0] if more else None, parents_BN=parents_BN
+    )
 
 
 def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
@@ -104,8 +111,8 @@ def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
         latest_N = torch.arange(num_drafts, device=like_BN.device)
         parents_BN = parents_BN.to(like_BN).clamp(min=0).minimum(latest_N)
     return Drafts(
-        tokens_BN.to(like_BN).clamp(0, vocab_size - 1),
-        num_B.to(like_BN).clamp(0, num_drafts),
-        None if q_BNV is None else q_BNV.to(like_BN.device).float(),
-        parents_BN,
+        tokens_BN=tokens_BN.to(like_BN).clamp(0, vocab_size - 1),
+        num_B=num_B.to(like_BN).clamp(0, num_drafts),
+        q_BNV=None if q_BNV is None else q_BNV.to(like_BN.device).float(),
+        parents_BN=parents_BN,
     )

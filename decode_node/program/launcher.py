@@ -48,7 +48,11 @@ class InFlightStep:
         runs = self.outcome.row_outputs(len(self.sequences))
         paths = self._accepted_paths([run.num_accepted for run in runs])
         return runs, step_report(
-            self.transitions, self.plan, program_s, paths, self.is_steady_state
+            transitions=self.transitions,
+            plan=self.plan,
+            program_s=program_s,
+            rows=paths,
+            is_steady_state=self.is_steady_state,
         )
 
     def _accepted_paths(self, accepted: list[int]) -> list[AcceptedPath]:
@@ -72,8 +76,16 @@ class Launcher:
         self._transitions = DepthTransitions.from_shapes(self._levels)
         max_depth = self._levels[-1].depth
         width = parts.pool.num_pages_for(loaded.max_model_len + num_slots_ahead(self._levels))
-        self.rows = Rows(loaded, parts.config.decode.max_num_seqs, max_depth, parts.pool, width)
-        self.programs = Programs(loaded, parts.caches, self.rows, self._levels)
+        self.rows = Rows(
+            loaded=loaded,
+            num_rows=parts.config.decode.max_num_seqs,
+            max_depth=max_depth,
+            pool=parts.pool,
+            width=width,
+        )
+        self.programs = Programs(
+            loaded=loaded, caches=parts.caches, rows=self.rows, levels=self._levels
+        )
 
     def prepare(self, sequences: list[RunningSequence], plan: StepPlan) -> PreparedStep:
         """Build a step of ``sequences``, padded to the planned number of rows.

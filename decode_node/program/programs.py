@@ -177,7 +177,9 @@ class Programs:
         shape = self._shapes[key.shape_index]
         drafts = unpack_drafts(shape.draft_shape, host_drafts) if host_drafts else None
         output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
-        self._rows.store(write_B, output.state, output.emitted, key.traits)
+        self._rows.store(
+            write_B=write_B, new=output.state, emitted=output.emitted, traits=key.traits
+        )
         hidden_or_logits = (
             output.hidden_BED if self._loaded.kernels.owns_outputs else output.logits_BEV
         )

@@ -180,10 +180,17 @@ class Rows:
     ) -> None:
         """Write a step's results to the rows ``write_B``."""
         write_rows(self._table.state, write_B, new)
-        self._loaded.drafter.update_table(self._drafter_table, write_B, new.num_known_B, emitted)
+        self._loaded.drafter.update_table(
+            table=self._drafter_table, rows_B=write_B, num_known_B=new.num_known_B, emitted=emitted
+        )
         if traits.has_logit_rules:
             assert self._logit_rules is not None, "no row has rules"
-            count_emitted(self._logit_rules, write_B, emitted.tokens_BE, emitted.num_B)
+            count_emitted(
+                rules=self._logit_rules,
+                rows_B=write_B,
+                tokens_BN=emitted.tokens_BE,
+                num_emitted_B=emitted.num_B,
+            )
 
     def _fill_dummy_row(self, i: int, pool: PagePool) -> None:
         """Fill dummy row ``i``.
@@ -230,7 +237,12 @@ class Rows:
                 num_known_B=torch.tensor([len(text)]),
                 num_output_B=torch.tensor([len(output_ids)]),
                 thinking_B=torch.tensor([is_thinking]),
-                drafter=drafter.init_state(text, known_F.to(dtype), is_known, self._max_depth),
+                drafter=drafter.init_state(
+                    text=text,
+                    features_F=known_F.to(dtype),
+                    has_features=is_known,
+                    max_depth=self._max_depth,
+                ),
             ),
             page_table_BP=self._no_pages_1P,
             real_B=torch.tensor([is_real]),
@@ -248,4 +260,9 @@ class Rows:
 
 
 def _request(prompt_ids: tuple[int, ...], token: int) -> Request:
-    return Request("nobody's", prompt_ids, (token,), SamplingParams(seed=0))
+    return Request(
+        request_id="nobody's",
+        prompt_ids=prompt_ids,
+        output_ids=(token,),
+        sampling=SamplingParams(seed=0),
+    )

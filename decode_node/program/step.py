@@ -72,19 +72,23 @@ def decode_step(
         else host_drafts
     )
     tree = _tree(shape, drafts)
-    hidden_BND, features_BNF, logits_BNV = verify(loaded, caches, rows, drafts, tree)
-    found = verify_input(loaded, rows, drafts, logits_BNV, tree)
+    hidden_BND, features_BNF, logits_BNV = verify(
+        loaded=loaded, caches=caches, rows=rows, drafts=drafts, tree=tree
+    )
+    found = verify_input(loaded=loaded, rows=rows, drafts=drafts, logits_BNV=logits_BNV, tree=tree)
     result = accept_drafts(key.traits.rule_names, found)
     outcome = Outcome.of(result, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
     if result.path_BE is not None:
-        move_path(loaded, caches[MAIN], rows, result)
+        move_path(loaded=loaded, caches=caches[MAIN], rows=rows, result=result)
         is_same = features_BNF is hidden_BND
         features_BNF = gather_path(features_BNF, result.path_BE)
         hidden_BND = features_BNF if is_same else gather_path(hidden_BND, result.path_BE)
         logits_BNV = gather_path(logits_BNV, result.path_BE)
     emitted = Emitted(result.tokens_BE, result.num_accepted_B + 1, features_BNF)
     after = commit(loaded, rows.state, key, result, emitted)
-    return StepOutput(outcome, emitted, hidden_BND, logits_BNV, after)
+    return StepOutput(
+        outcome=outcome, emitted=emitted, hidden_BED=hidden_BND, logits_BEV=logits_BNV, state=after
+    )
 
 
 def _tree(shape: StepShape, drafts: Drafts) -> Tree | None:
@@ -162,7 +166,9 @@ def verify(
     batch = Batch(
         token_ids_BQ=torch.cat((rows.state.last_B1, drafts.tokens_BN), 1),
         positions_BQ=positions_BQ,
-        write_slots_BQ=physical_slots(rows.page_table_BP, slots, None, page_size),
+        write_slots_BQ=physical_slots(
+            page_table_BP=rows.page_table_BP, slots_BQ=slots, keep_BQ=None, page_size=page_size
+        ),
         context_lens_BQ=context_lens_BQ,
         page_table_BP=rows.page_table_BP,
         real_BQ=rows.real_B.unsqueeze(1).expand_as(slots),
@@ -198,7 +204,12 @@ def move_path(
     depth_E = torch.arange(1, result.path_BE.shape[1], device=start_B1.device)
     keep_BE = depth_E <= result.num_accepted_B.unsqueeze(1)
     from_BE, to_BE = (
-        physical_slots(rows.page_table_BP, start_B1 + offsets, keep_BE, page_size)
+        physical_slots(
+            page_table_BP=rows.page_table_BP,
+            slots_BQ=start_B1 + offsets,
+            keep_BQ=keep_BE,
+            page_size=page_size,
+        )
         for offsets in (result.path_BE[:, 1:], depth_E)
     )
     loaded.kernels.copy_slots(caches, from_BE, to_BE)
@@ -223,6 +234,11 @@ def commit(
         last_B1=result.tokens_BE.gather(1, result.num_accepted_B.unsqueeze(1)),
         num_known_B=state.num_known_B + emitted.num_B,
         num_output_B=state.num_output_B + emitted.num_B,
-        thinking_B=phase_after(state.thinking_B, emitted.tokens_BE, emitted.num_B, think_ids),
+        thinking_B=phase_after(
+            thinking_B=state.thinking_B,
+            tokens_BM=emitted.tokens_BE,
+            num_emitted_B=emitted.num_B,
+            think_ids=think_ids,
+        ),
         drafter=drafter.commit(state.drafter, emitted, key.catch_up),
     )

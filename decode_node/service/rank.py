@@ -191,7 +191,11 @@ class DecodeRank:
             dtype = getattr(torch, seal.features_dtype)
             features_F = torch.frombuffer(bytearray(seal.features), dtype=dtype)
         self.engine.activate(
-            start.identity, start.request, seal.first_token, features_F, start.is_suspect
+            identity=start.identity,
+            request=start.request,
+            first_token=seal.first_token,
+            features_F=features_F,
+            is_suspect=start.is_suspect,
         )
 
     async def _abort(self, identity: Identity) -> None:

@@ -110,7 +110,7 @@ def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole:
     if not is_whole:
         del layer.mlp
         own_names = (name for name in own_names if not name.startswith(prefix + "mlp."))
-    load_weights(layer, own_names, checkpoint, prefix)
+    load_weights(module=layer, names=own_names, checkpoint=checkpoint, prefix=prefix)
 
 
 def load_weights(
@@ -198,7 +198,7 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
             f"config.json makes it {tuple(places[0].shape)}"
         )
     if places[0].dtype != torch.float8_e4m3fn:
-        tensor = _dequantised(files, name, tensor, fp8)
+        tensor = _dequantised(files=files, name=name, tensor=tensor, fp8=fp8)
     elif tensor.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{files.path_of(name)}: {name} is {tensor.dtype}, others are FP8")
     for place in places:

@@ -60,9 +60,16 @@ def root_beam(hidden_BD: Tensor) -> Beam:
     """Return the beam that holds the last known token alone."""
     zeros_B1 = hidden_BD.new_zeros(len(hidden_BD), 1)
     none_B1 = zeros_B1.long()
-    nodes = Tree(none_B1, none_B1, none_B1 + 1, 0)
+    nodes = Tree(parent_BQ=none_B1, depth_BQ=none_B1, bits_BQ=none_B1 + 1, depth=0)
     whole_B1 = zeros_B1.float()  # log 1: the root is certain
-    return Beam(none_B1, whole_B1, whole_B1, hidden_BD.unsqueeze(1), none_B1[:, :0], nodes)
+    return Beam(
+        numbers_BK=none_B1,
+        log_probs_BK=whole_B1,
+        scores_BK=whole_B1,
+        hidden_BKD=hidden_BD.unsqueeze(1),
+        drafts_BM=none_B1[:, :0],
+        nodes=nodes,
+    )
 
 
 def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
@@ -118,7 +125,12 @@ def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
     best_BN = order_BC[:, :num_nodes]
     node_BC = torch.cat((torch.zeros_like(rank_BC[:, :1]), rank_BC + 1), 1)
     parents_BN = node_BC.gather(1, parents_BC.gather(1, best_BN))
-    return Drafts(tokens_BC.gather(1, best_BN), None, _drawn_from(candidates, best_BN), parents_BN)
+    return Drafts(
+        tokens_BN=tokens_BC.gather(1, best_BN),
+        num_B=None,
+        q_BNV=_drawn_from(candidates, best_BN),
+        parents_BN=parents_BN,
+    )
 
 
 def _drawn_from(candidates: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:

@@ -96,7 +96,9 @@ class ModelDrafter(MtpDrafter):
     ) -> MtpRows:
         """Create the state of one row. Every prompt token has its entry, because entries do not
         depend on the main model's features."""
-        return super().init_state(text, features_F, True, max_depth)
+        return super().init_state(
+            text=text, features_F=features_F, has_features=True, max_depth=max_depth
+        )
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         self.forward(batch, features_1TF, caches)
@@ -118,7 +120,13 @@ class ModelDrafter(MtpDrafter):
     ) -> Tensor | None:
         if catch_up_width == 0:
             return None
-        batch = first_pass_batch(state, context, catch_up_width, caches[NAME][0].shape[1], self.lag)
+        batch = first_pass_batch(
+            state=state,
+            context=context,
+            width=catch_up_width,
+            page_size=caches[NAME][0].shape[1],
+            lag=self.lag,
+        )
         hidden_XD = self.forward(batch, state.hidden_BMD, caches)
         at_B = torch.arange(len(state.tokens_BM), device=hidden_XD.device) * catch_up_width
         return hidden_XD[at_B + (state.num_pending_B - 1)] if draft_shape.depth else None

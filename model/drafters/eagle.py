@@ -73,11 +73,11 @@ class EagleDrafter(MtpDrafter):
             layer.midlayer.mlp = None
             layer.lm_head = None
             tensors = {n: one for n, one in tensors.items() if not n.startswith(_OUTPUT_PREFIXES)}
-        load_parameters(layer, file, tensors, checkpoint)
+        load_parameters(module=layer, file=file, tensors=tensors, checkpoint=checkpoint)
         if config.raw_config.num_outputs != config.raw_config.vocab_size:
-            layer.column_V = logit_columns(file, d2t_U, t2d_V, config.raw_config).to(
-                checkpoint.device
-            )
+            layer.column_V = logit_columns(
+                file=file, d2t_U=d2t_U, t2d_V=t2d_V, raw_config=config.raw_config
+            ).to(checkpoint.device)
         return cls(
             network,
             layer.eval(),

@@ -57,7 +57,13 @@ class GroupedAttention(KernelModule):
     def _attention(self, batch: Batch, cache: Tensor, angles: RopeCosSin) -> AttentionMetadata:
         cos, sin = angles
         return AttentionMetadata(
-            cos, sin, False, cache, batch.page_table_BP, self._scale, batch.bits_BQ
+            cos=cos,
+            sin=sin,
+            is_interleaved=False,
+            cache=cache,
+            page_table_BP=batch.page_table_BP,
+            scale=self._scale,
+            bits_BQ=batch.bits_BQ,
         )
 
 

@@ -125,8 +125,15 @@ class MedusaDrafter(Drafter):
         if num_candidates == 1:
             return context.draft_chain(draft_shape.depth, lambda i, _: logits_BHV[:, i])
         depth_BH = torch.arange(draft_shape.depth, device=none_B0.device).expand(len(none_B0), -1)
-        nodes = Tree(depth_BH, depth_BH, torch.ones_like(depth_BH), draft_shape.depth)
-        top = context.top_candidates(logits_BHV, none_B0, nodes, num_candidates)
+        nodes = Tree(
+            parent_BQ=depth_BH,
+            depth_BQ=depth_BH,
+            bits_BQ=torch.ones_like(depth_BH),
+            depth=draft_shape.depth,
+        )
+        top = context.top_candidates(
+            logits_BHV, none_B0, nodes, num_candidates
+        )
         found = top.tokens_BQK.flatten(1)
         tokens_BN = found.index_select(1, likely_N)
         if top.q_BQV is None or top.drawn_B is None:

@@ -61,7 +61,9 @@ class MergedDrafter(Drafter):
     def init_state(
         self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> DrafterState:
-        return self._model_drafter.init_state(text, features_F, has_features, max_depth)
+        return self._model_drafter.init_state(
+            text=text, features_F=features_F, has_features=has_features, max_depth=max_depth
+        )
 
     def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> DrafterTable:
         return self._ngram_drafter.create_table(num_rows, num_tokens, device)
@@ -72,7 +74,9 @@ class MergedDrafter(Drafter):
     def update_table(
         self, table: DrafterTable, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
     ) -> None:
-        self._ngram_drafter.update_table(table, rows_B, num_known_B, emitted)
+        self._ngram_drafter.update_table(
+            table=table, rows_B=rows_B, num_known_B=num_known_B, emitted=emitted
+        )
 
     def draft(
         self,

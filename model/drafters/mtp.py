@@ -142,7 +142,13 @@ class MtpDrafter(Drafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        first_BD = self._first_pass(state, context, draft_shape, catch_up_width, caches)
+        first_BD = self._first_pass(
+            state=state,
+            context=context,
+            draft_shape=draft_shape,
+            catch_up_width=catch_up_width,
+            caches=caches,
+        )
         if first_BD is None:
             return Drafts(state.tokens_BM[:, :0])
         head_BD = first_BD
@@ -167,18 +173,18 @@ class MtpDrafter(Drafter):
         if catch_up_width:
             padding = state.tokens_BM.shape[1] - emitted.tokens_BE.shape[1]
             return MtpRows(
-                F.pad(emitted.tokens_BE, (0, padding)),
-                F.pad(emitted.features_BEF, (0, 0, 0, padding)),
-                emitted.num_B,
-                torch.zeros_like(state.is_first_unknown_B),
+                tokens_BM=F.pad(emitted.tokens_BE, (0, padding)),
+                hidden_BMD=F.pad(emitted.features_BEF, (0, 0, 0, padding)),
+                num_pending_B=emitted.num_B,
+                is_first_unknown_B=torch.zeros_like(state.is_first_unknown_B),
             )
         at_B1 = state.num_pending_B.unsqueeze(1)
         at_B1D = at_B1.unsqueeze(2).expand_as(emitted.features_BEF)
         return MtpRows(
-            state.tokens_BM.scatter(1, at_B1, emitted.tokens_BE),
-            state.hidden_BMD.scatter(1, at_B1D, emitted.features_BEF),
-            state.num_pending_B + 1,
-            state.is_first_unknown_B,
+            tokens_BM=state.tokens_BM.scatter(1, at_B1, emitted.tokens_BE),
+            hidden_BMD=state.hidden_BMD.scatter(1, at_B1D, emitted.features_BEF),
+            num_pending_B=state.num_pending_B + 1,
+            is_first_unknown_B=state.is_first_unknown_B,
         )
 
     def _first_pass(
@@ -194,7 +200,9 @@ class MtpDrafter(Drafter):
         if catch_up_width == 0:
             return None
         cache = caches[self.group][0]
-        batch = first_pass_batch(state, context, catch_up_width, cache.shape[1])
+        batch = first_pass_batch(
+            state=state, context=context, width=catch_up_width, page_size=cache.shape[1]
+        )
         z_XD = self._project_inputs(batch, state.hidden_BMD[:, :catch_up_width].flatten(0, 1))
         cos, sin = self._angles(batch)
         self._layer.write_cache(z_XD, batch, cache, (cos, sin))
@@ -226,7 +234,12 @@ class MtpDrafter(Drafter):
         if num_passes == 0:
             return []
         slots_NB = later_slots(context.num_known_B, num_passes, self.lag)
-        places_BN = physical_slots(context.page_table_BP, slots_NB.t(), None, page_size)
+        places_BN = physical_slots(
+            page_table_BP=context.page_table_BP,
+            slots_BQ=slots_NB.t(),
+            keep_BQ=None,
+            page_size=page_size,
+        )
         places_NB1 = places_BN.t().contiguous().unsqueeze(2)
         context_NB1 = (slots_NB + 1).unsqueeze(2)
         cos, sin = self._rope.at((context_NB1 if self.lag else slots_NB).flatten())
@@ -234,7 +247,14 @@ class MtpDrafter(Drafter):
         real_B1 = context.real_B.unsqueeze(1)
         table_BP = context.page_table_BP
         batches = (
-            Batch(at, at if self.lag else at - 1, places, at, table_BP, real_BQ=real_B1)
+            Batch(
+                token_ids_BQ=at,
+                positions_BQ=at if self.lag else at - 1,
+                write_slots_BQ=places,
+                context_lens_BQ=at,
+                page_table_BP=table_BP,
+                real_BQ=real_B1,
+            )
             for at, places in zip(context_NB1, places_NB1, strict=True)
         )
         return [*zip(batches, angles, strict=True)]

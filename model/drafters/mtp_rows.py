@@ -89,7 +89,12 @@ def first_pass_batch(
     return Batch(
         token_ids_BQ=state.tokens_BM[:, :width],
         positions_BQ=context_BQ if lag else slots_BQ,
-        write_slots_BQ=physical_slots(context.page_table_BP, slots_BQ, keep_BQ, page_size),
+        write_slots_BQ=physical_slots(
+            page_table_BP=context.page_table_BP,
+            slots_BQ=slots_BQ,
+            keep_BQ=keep_BQ,
+            page_size=page_size,
+        ),
         context_lens_BQ=context_BQ,
         page_table_BP=context.page_table_BP,
         real_BQ=real_BQ & context.real_B.unsqueeze(1),

@@ -77,7 +77,13 @@ class MtpTreeDrafter(MtpDrafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        head_BD = self._first_pass(state, context, draft_shape, catch_up_width, caches)
+        head_BD = self._first_pass(
+            state=state,
+            context=context,
+            draft_shape=draft_shape,
+            catch_up_width=catch_up_width,
+            caches=caches,
+        )
         if head_BD is None:
             return Drafts(state.tokens_BM[:, :0])
         beam = root_beam(head_BD)
@@ -98,7 +104,10 @@ class MtpTreeDrafter(MtpDrafter):
     def _expand(self, beam: Beam, context: DraftContext) -> Candidates:
         logits_BKV = self._logits(beam.hidden_BKD)
         return expand_beam(
-            beam, context.top_candidates(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k)
+            beam,
+            context.top_candidates(
+                logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
+            ),
         )
 
     def _beam_passes(
@@ -113,7 +122,12 @@ class MtpTreeDrafter(MtpDrafter):
         positions_BM = known_B1 + index_M // self._top_k
         page_size = caches[self.group][0].shape[1]
         first_B1 = known_B1 - self.lag
-        places_BM = physical_slots(context.page_table_BP, first_B1 + index_M, None, page_size)
+        places_BM = physical_slots(
+            page_table_BP=context.page_table_BP,
+            slots_BQ=first_B1 + index_M,
+            keep_BQ=None,
+            page_size=page_size,
+        )
         context_BK = first_B1.expand(-1, self._top_k)
         real_BK = context.real_B.unsqueeze(1).expand_as(context_BK)
         passes = positions_BM.chunk(num_passes, 1), places_BM.chunk(num_passes, 1)

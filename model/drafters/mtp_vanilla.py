@@ -89,11 +89,16 @@ class PassWindow:
         # Rows before the start of the text are padding, but attention needs a slot to read.
         context_BW = (self.slots_BW + 1).clamp(min=1)
         return Batch(
-            self.tokens_BT[:, number : number + len(row_W)],
-            context_BW,
-            physical_slots(context.page_table_BP, self.slots_BW, keep_BW, page_size),
-            context_BW,
-            context.page_table_BP,
+            token_ids_BQ=self.tokens_BT[:, number : number + len(row_W)],
+            positions_BQ=context_BW,
+            write_slots_BQ=physical_slots(
+                page_table_BP=context.page_table_BP,
+                slots_BQ=self.slots_BW,
+                keep_BQ=keep_BW,
+                page_size=page_size,
+            ),
+            context_lens_BQ=context_BW,
+            page_table_BP=context.page_table_BP,
             real_BQ=real_BW,
         )
 
@@ -143,10 +148,17 @@ class VanillaDrafter(MtpDrafter):
         entries, in pages that other sequences may share.
         """
         hidden_1KD = features_F.view(1, self.num_feature_tokens, -1)
-        rows = super().init_state(text, hidden_1KD[0, -1], False, max_depth)
+        rows = super().init_state(
+            text=text, features_F=hidden_1KD[0, -1], has_features=False, max_depth=max_depth
+        )
         tokens = [0] * self.num_feature_tokens + list(text[:-1])
         tokens_1H = torch.tensor([tokens[-self._num_history :]])
-        return prepend_history(tokens_1H, hidden_1KD[:, :-1], rows, rows.tokens_BM.shape[1])
+        return prepend_history(
+            tokens_BH=tokens_1H,
+            hidden_BHD=hidden_1KD[:, :-1],
+            rows=rows,
+            num_pending=rows.tokens_BM.shape[1],
+        )
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Write the cache entries of a packed batch. Row i of module k pairs token i + k with the
@@ -185,7 +197,9 @@ class VanillaDrafter(MtpDrafter):
             if 0 < i < num:
                 window.append_draft(last_B1)
             if i < num:
-                head_BD = self._run_module(i, window, context, caches, has_draft=True)
+                head_BD = self._run_module(
+                    number=i, window=window, context=context, caches=caches, has_draft=True
+                )
             else:
                 batch, angles = later[i - num]
                 batch = replace(batch, token_ids_BQ=last_B1)
@@ -194,7 +208,9 @@ class VanillaDrafter(MtpDrafter):
 
         drafts = context.draft_chain(draft_shape.depth, logits)
         for i in range(draft_shape.depth, num):
-            self._run_module(i, window, context, caches, has_draft=False)
+            self._run_module(
+                number=i, window=window, context=context, caches=caches, has_draft=False
+            )
         return drafts
 
     def commit(self, state: MtpRows, emitted: Emitted, catch_up_width: int) -> MtpRows:

@@ -94,7 +94,7 @@ class SharedNgramDrafter(NgramDrafter):
         self, table: Any, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
     ) -> None:
         text_RT, shared_table = table
-        super().update_table(text_RT, rows_B, num_known_B, emitted)
+        super().update_table(table=text_RT, rows_B=rows_B, num_known_B=num_known_B, emitted=emitted)
         place_BE = text_positions(emitted, num_known_B, text_RT.shape[1])
         is_told_BE = place_BE < num_known_B.unsqueeze(1)
         self._store(text_RT, shared_table, rows_B, place_BE, is_told_BE)
@@ -115,7 +115,10 @@ class SharedNgramDrafter(NgramDrafter):
             return mine
         last_BM = self._preceding_tokens(text_RT, context.rows_B, known_B1).squeeze(1)
         tokens_BN, num_B = lookup_drafts(
-            shared_table, last_BM, context.num_known_B, draft_shape.num_nodes
+            shared_table=shared_table,
+            last_BM=last_BM,
+            num_known_B=context.num_known_B,
+            num_drafts=draft_shape.num_nodes,
         )
         assert mine.num_B is not None, "n-grams know how many they found"
         has_own_B = mine.num_B > 0
@@ -142,7 +145,13 @@ class SharedNgramDrafter(NgramDrafter):
         size_M = torch.arange(1, self._max_ngram_size + 1, device=text_RT.device)
         keep_BWM = keep_BW.unsqueeze(2) & (size_M <= place_BW.unsqueeze(2))
         token_BW = text_RT[rows_B.unsqueeze(1), place_BW]
-        store_ngrams(shared_table, before_BWM, token_BW, keep_BWM, oldest=self._oldest)
+        store_ngrams(
+            shared_table=shared_table,
+            before_BWM=before_BWM,
+            token_BW=token_BW,
+            keep_BWM=keep_BWM,
+            oldest=self._oldest,
+        )
 
 
 def find_continuation(

@@ -70,7 +70,9 @@ class SparseDrafter(Drafter):
         caches: Caches,
     ) -> Drafts:
         page_size = caches[MAIN][0].shape[1]
-        cut = select_window(context, self._budget, draft_shape.depth, page_size)
+        cut = select_window(
+            context=context, budget=self._budget, num_drafts=draft_shape.depth, page_size=page_size
+        )
 
         def logits(i: int, last_B1: Tensor) -> Tensor:
             slots_B1 = (context.num_known_B - 1 + i).unsqueeze(1)

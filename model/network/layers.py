@@ -55,7 +55,7 @@ class RMSNorm(KernelModule):
         """Return ``x + branch`` and the norm of this sum. Without ``branch`` the sum is ``x``."""
         if branch is None:
             return x, self(x)
-        return self.kernels.add_rms_norm(x, branch, self.weight, self.eps)
+        return self.kernels.add_rms_norm(x_XD=x, branch=branch, weight_D=self.weight, eps=self.eps)
 
 
 class Matrices(KernelModule):
@@ -104,7 +104,9 @@ class Linear(Matrices):
         del self.weight
 
     def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
-        return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
+        return self.kernels.linear(
+            x_XK=x, packed=self.packed, num_out=self.num_out, in_fp32=in_fp32
+        )
 
 
 def same_format(*weights: Weights) -> list[Any]:
@@ -187,7 +189,7 @@ class Rope(nn.Module):
         with torch.device("cpu"):
             inv_freq = theta ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
             if yarn is not None:
-                inv_freq = yarn_inv_freq(inv_freq, theta, dim, yarn)
+                inv_freq = yarn_inv_freq(inv_freq=inv_freq, theta=theta, dim=dim, yarn=yarn)
                 scale = yarn.cos_sin_factor
             positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
             angles = positions[:, None] * inv_freq[None, :]

@@ -77,7 +77,11 @@ class MLA(KernelModule):
             out_XHV = kernels.mla_attend(q_XHK, *ups, attn, batch.context_lens_BQ)
         else:
             out_XHV = kernels.mla_prefill(
-                q_XHK, self._kv_b, attn, batch.segments, config.v_head_dim
+                q_THK=q_XHK,
+                kv_b=self._kv_b,
+                attn=attn,
+                segments=batch.segments,
+                num_values=config.v_head_dim,
             )
         return self.o_proj(out_XHV.flatten(1))
 
@@ -91,7 +95,9 @@ class MLA(KernelModule):
         norm = self.kv_a_layernorm
         slots_X = batch.write_slots_BQ
         attn = self._attention(batch, cache, angles)
-        self.kernels.write_mla_cache(kv_XL, norm.weight, norm.eps, attn, slots_X.flatten())
+        self.kernels.write_mla_cache(
+            kv_XL=kv_XL, weight_C=norm.weight, eps=norm.eps, attn=attn, slots_X=slots_X.flatten()
+        )
         return down[:, : self._num_q]
 
     def _attention(self, batch: Batch, cache: Tensor, angles: RopeCosSin) -> AttentionMetadata:

@@ -31,7 +31,12 @@ class Gate(Matrices):
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, K] int64 and their weights [T, K] fp32."""
-        return self.kernels.route(x_TD, self._packed, self.e_score_correction_bias, self.routing)
+        return self.kernels.route(
+            x_TD=x_TD,
+            packed=self._packed,
+            bias_E=self.e_score_correction_bias,
+            routing=self.routing,
+        )
 
 
 def routing_of(config: ModelConfig) -> Routing:
@@ -79,7 +84,9 @@ class MoE(KernelModule):
             None if shared is None else self.kernels.run_concurrently(lambda: shared(x_TD))
         )
         ids_TK, weights_TK = self.gate(x_TD)
-        out_TKD = self.dispatch.run_experts(self.layer, self.experts, x_TD, ids_TK, real_T)
+        out_TKD = self.dispatch.run_experts(
+            layer=self.layer, experts=self.experts, x_TD=x_TD, ids_TK=ids_TK, real_T=real_T
+        )
         return self.kernels.combine(
             out_TKD, weights_TK, None if wait_for_shared is None else wait_for_shared()
         )

@@ -29,7 +29,7 @@ class Tree(NamedTuple):
 
     def expand(self, num_rows: int) -> "Tree":
         parent_BQ, depth_BQ, bits_BQ = (one.expand(num_rows, -1) for one in self[:3])
-        return Tree(parent_BQ, depth_BQ, bits_BQ, self.depth)
+        return Tree(parent_BQ=parent_BQ, depth_BQ=depth_BQ, bits_BQ=bits_BQ, depth=self.depth)
 
 
 def build_tree(parents_BN: Tensor, depth: int) -> Tree:
@@ -47,7 +47,7 @@ def build_tree(parents_BN: Tensor, depth: int) -> Tree:
         bits_BQ = bits_BQ | bits_BQ.gather(1, above_BQ)
         depth_BQ = depth_BQ + depth_BQ.gather(1, above_BQ)
         above_BQ = above_BQ.gather(1, above_BQ)
-    return Tree(parent_BQ, depth_BQ, bits_BQ, depth)
+    return Tree(parent_BQ=parent_BQ, depth_BQ=depth_BQ, bits_BQ=bits_BQ, depth=depth)
 
 
 def static_tree(level: DraftShape, device: torch.device) -> Tree | None:

@@ -43,7 +43,13 @@ class TopCandidates(NamedTuple):
             torch.where(rows_B.view(-1, 1, 1), one, two)
             for one, two in zip(self[:3], other[:3], strict=True)
         )
-        return TopCandidates(tokens, shares, worth, own.q_BQV, drawn_B)
+        return TopCandidates(
+            tokens_BQK=tokens,
+            log_probs_BQK=shares,
+            scores_BQK=worth,
+            q_BQV=own.q_BQV,
+            drawn_B=drawn_B,
+        )
 
 
 def top_by_logits(
@@ -69,7 +75,13 @@ def top_by_target_noise(
         log_p_BQV = log_p_BQV + gumbel(rows.seed_B.unsqueeze(1), index_BQ, log_p_BQV.shape[2])
         is_sampled_B11 = rows.temperature_B.view(-1, 1, 1) > 0
         adjusted_BQV = torch.where(is_sampled_B11, log_p_BQV, adjusted_BQV)
-    return top_by_logits(adjusted_BQV, rows, num_output_B, nodes, num_candidates)
+    return top_by_logits(
+        adjusted_BQV=adjusted_BQV,
+        rows=rows,
+        num_output_B=num_output_B,
+        nodes=nodes,
+        num_candidates=num_candidates,
+    )
 
 
 def draw_without_replacement(
@@ -86,18 +98,35 @@ def draw_without_replacement(
     independent between the nodes of a step, and between steps, whose index is that of their first
     output token.
     """
-    greedy = top_by_logits(adjusted_BQV, rows, num_output_B, nodes, num_candidates)
+    greedy = top_by_logits(
+        adjusted_BQV=adjusted_BQV,
+        rows=rows,
+        num_output_B=num_output_B,
+        nodes=nodes,
+        num_candidates=num_candidates,
+    )
     if rows.all_greedy:
         return greedy
     log_q_BQV = rows.sampler.filtered_log_probs(adjusted_BQV, rows)
     place_Q = torch.arange(1, adjusted_BQV.shape[1] + 1, device=adjusted_BQV.device)
     number_BQ = (nodes.depth_BQ << 6) + place_Q
     seed_BQ = rows.seed_B.unsqueeze(1) ^ (number_BQ << _NODE_SHIFT)
-    noise_BQV = gumbel(seed_BQ, num_output_B.unsqueeze(1), log_q_BQV.shape[2], DRAFT)
+    noise_BQV = gumbel(
+        seed=seed_BQ,
+        output_index=num_output_B.unsqueeze(1),
+        vocab_size=log_q_BQV.shape[2],
+        stream=DRAFT,
+    )
     tokens_BQK = (log_q_BQV + noise_BQV).topk(num_candidates).indices
     log_probs_BQK = log_q_BQV.gather(2, tokens_BQK).nan_to_num(nan=LOG_ZERO, neginf=LOG_ZERO)
     taken_BQK = log_probs_BQK.double().exp()
     left_BQK = (1 - (taken_BQK.cumsum(2) - taken_BQK)).clamp(0, 1).log().float()
     is_sampled_B = rows.temperature_B > 0
-    found = TopCandidates(tokens_BQK, log_probs_BQK, left_BQK, log_q_BQV.exp(), is_sampled_B)
+    found = TopCandidates(
+        tokens_BQK=tokens_BQK,
+        log_probs_BQK=log_probs_BQK,
+        scores_BQK=left_BQK,
+        q_BQV=log_q_BQV.exp(),
+        drawn_B=is_sampled_B,
+    )
     return found.where(is_sampled_B, greedy)

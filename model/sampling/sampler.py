@@ -181,7 +181,12 @@ def apply_rules_at_places(
     places = logits_BN1V.unbind(1)
     own = rows.sampler.adjust
     if tree is None:
-        many = [apply_rules(x, rows, num_output_B, drafts_BN[:, :i]) for i, x in enumerate(places)]
+        many = [
+            apply_rules(
+                logits_BV=x, rows=rows, num_output_B=num_output_B, drafts_BN=drafts_BN[:, :i]
+            )
+            for i, x in enumerate(places)
+        ]
         return torch.stack(many, 1)
     seen_BQN, num_BQ = on_path(tree.bits_BQ, drafts_BN.shape[1]), tree.depth_BQ
     nodes = zip(places, num_BQ.unbind(1), seen_BQN.unbind(1), strict=True)
@@ -204,7 +209,10 @@ def draw_at_places(
 
 def sample(log_p: Tensor, seed: Tensor, output_index: Tensor, stream: int = TARGET) -> Tensor:
     """Sample token ids from ``log_p`` [.., V], which need not be normalised."""
-    return (log_p + gumbel(seed, output_index, log_p.shape[-1], stream)).argmax(-1)
+    return (
+        log_p
+        + gumbel(seed=seed, output_index=output_index, vocab_size=log_p.shape[-1], stream=stream)
+    ).argmax(-1)
 
 
 def gumbel(seed: Tensor, output_index: Tensor, vocab_size: int, stream: int = TARGET) -> Tensor:

@@ -21,7 +21,9 @@ def thinking_before(
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
     if tree is not None:
-        return _tree_phases(thinking_B, drafts_BN, think_ids, tree)
+        return _tree_phases(
+            thinking_B=thinking_B, drafts_BN=drafts_BN, think_ids=think_ids, tree=tree
+        )
     return torch.stack(_phases(thinking_B, drafts_BN[:, :-1], think_ids), 1)
 
 

@@ -111,7 +111,9 @@ def connect(
     """
     try:
         if device.type == "cpu":
-            group = gloo_group(store(), rank, num_ranks, host, CONNECT_S)
+            group = gloo_group(
+                store=store(), rank=rank, num_ranks=num_ranks, host=host, timeout_s=CONNECT_S
+            )
         else:
             configure_nccl(host)
             group = nccl_group(store(), rank, num_ranks)

@@ -52,7 +52,9 @@ class PlannerServer:
         self._listener = socket.create_server((host, 0), backlog=MAX_PENDING_HANDSHAKES)
         self._store, store_port = store_server(host, CONNECT_S)
         port = self._listener.getsockname()[1]
-        self.rendezvous = Rendezvous(host, port, store_port, self._handshakes.token)
+        self.rendezvous = Rendezvous(
+            host=host, port=port, store_port=store_port, token=self._handshakes.token
+        )
         self._connections: dict[int, socket.socket] = {}
         self._is_closed = False
         self._planning: SimpleQueue[Any] = SimpleQueue()

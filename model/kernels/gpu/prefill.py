@@ -38,7 +38,13 @@ def attend(
     block_m = 16 if is_exact else 128
     lengths = segments.lengths
     page_size = attn.cache.shape[1]
-    tiles = _tiles(lengths, segments.contexts, page_size, block_m, q_THK.device)
+    tiles = _tiles(
+        lengths=lengths,
+        contexts=segments.contexts,
+        page_size=page_size,
+        block_m=block_m,
+        device=q_THK.device,
+    )
     is_padded = sum(lengths) < num_rows
     make = q_THK.new_zeros if is_padded else q_THK.new_empty
     out_THV = make(num_rows, num_heads, num_values)

@@ -74,7 +74,9 @@ def product(
     spread = triton.cdiv(num_rows, (num_sorted or 1) * num_ranks), many or 1
     shape = (num_halves, half, width)
     is_cut = rows is None
-    tile = tiles.tile_for_product(spread, shape, (values, matrices), num_processors, is_cut)
+    tile = tiles.tile_for_product(
+        rows=spread, shape=shape, x_w=(values, matrices), busy=num_processors, is_cut=is_cut
+    )
     num_tiles = triton.cdiv(num_rows, tile.block_m) + many
     num_cut = num_halves * triton.cdiv(half, tile.block_n)
     is_whole = tile.num_parts == 1
@@ -124,7 +126,13 @@ def fused_experts(
     Inputs of both products are quantised unless ``power_of_2_scales`` is None.
     """
     order_P, starts_S = by_slot(slots_P, len(values_of(w1)[0]))
-    rows = SortedPairs(order_P, starts_S, tokens_P, len(slots_P) // len(x_NK), num_ranks)
+    rows = SortedPairs(
+        order_P=order_P,
+        starts_S=starts_S,
+        tokens_P=tokens_P,
+        per_token=len(slots_P) // len(x_NK),
+        num_ranks=num_ranks,
+    )
     given = x_NK.dtype, num_processors
 
     def read(x: Tensor) -> Tensor | Fp8BlockWeight:

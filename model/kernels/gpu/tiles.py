@@ -43,7 +43,7 @@ class Tile(NamedTuple):
         return {**dict(given), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-EXACT = Tile(16, 32, 32, 4, 3)
+EXACT = Tile(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)
 """Tile for fp32, which tensor cores do not multiply exactly."""
 
 
@@ -68,7 +68,7 @@ def tile_for_product(
         return EXACT
     block_m = _block_m(rows[0])
     if w.element_size() > 1:
-        return _with_stages(block_m, 128, 64, x_w)
+        return _with_stages(block_m=block_m, block_n=128, block_k=64, x_w=x_w)
     num_halves, num_out, width = shape
     num_tiles = rows[1] * -(-rows[0] // block_m)
     most_parts = max(1, width // MIN_PART_WIDTH) if is_cut else 1
@@ -78,7 +78,9 @@ def tile_for_product(
             break
     num_groups = -(-width // BLOCK)
     part = -(-num_groups // max(1, min(most_parts, -(-2 * busy // num_programs))))
-    return _with_stages(block_m, block_n, BLOCK, x_w)._replace(num_parts=-(-num_groups // part))
+    return _with_stages(block_m=block_m, block_n=block_n, block_k=BLOCK, x_w=x_w)._replace(
+        num_parts=-(-num_groups // part)
+    )
 
 
 def tile_for_experts(
@@ -87,7 +89,13 @@ def tile_for_experts(
     """Choose the tile for ``num_pairs`` pairs per expert and ``block_n`` outputs per matrix."""
     if x.dtype == torch.float32:
         return EXACT
-    return _with_stages(min(64, _block_m(num_pairs)), block_n, BLOCK, (x, w), num_matrices)
+    return _with_stages(
+        block_m=min(64, _block_m(num_pairs)),
+        block_n=block_n,
+        block_k=BLOCK,
+        x_w=(x, w),
+        num_matrices=num_matrices,
+    )
 
 
 def _block_m(num_rows: int) -> int:
@@ -103,4 +111,10 @@ def _with_stages(
     room = (64 if block_m <= 32 else 108) * 1024
     num_stages = min(MAX_STAGES, max(MIN_STAGES, room // (rows * block_k)))
     is_large = block_m * block_n * num_matrices * w.element_size() >= 128 * 128
-    return Tile(block_m, block_n, block_k, 8 if is_large else 4, num_stages)
+    return Tile(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=8 if is_large else 4,
+        num_stages=num_stages,
+    )

@@ -25,10 +25,10 @@ def create_dispatch(
     device = torch.device(section.device)
     way = section.dispatch
     placement = placement or Placement.in_order(
-        config.num_moe_layers,
-        config.n_routed_experts,
-        section.dp_size,
-        section.num_redundant_experts,
+        num_layers=config.num_moe_layers,
+        num_experts=config.n_routed_experts,
+        num_ranks=section.dp_size,
+        num_redundant=section.num_redundant_experts,
     )
     if way == ALL_TO_ALL or (way == AUTO and kind == PREFILL):
         return AllToAllDispatch(placement, rank, device)

@@ -39,9 +39,18 @@ class AllGatherDispatch(ExpertParallelDispatch):
         slots_TK = self.slots(layer, ids_TK, real_T)
         payload_NB = self.group.all_gather(pack_payload(x_TD, slots_TK)).flatten(0, 1)
         if self._is_static:
-            return self._static(layer, experts, payload_NB, x_TD, slots_TK)
+            return self._static(
+                layer=layer, experts=experts, payload_NB=payload_NB, x_TD=x_TD, slots_TK=slots_TK
+            )
         num_from_R = [len(x_TD)] * self.group.num_ranks
-        return self.compute_and_return(layer, experts, payload_NB, num_from_R, x_TD, slots_TK)
+        return self.compute_and_return(
+            layer=layer,
+            experts=experts,
+            payload_NB=payload_NB,
+            num_from_R=num_from_R,
+            x_TD=x_TD,
+            slots_TK=slots_TK,
+        )
 
     def _static(
         self, layer: int, experts: Experts, payload_NB: Tensor, x_TD: Tensor, slots_TK: Tensor

@@ -25,4 +25,11 @@ class AllToAllDispatch(ExpertParallelDispatch):
         num_from_R = self.group.all_to_all(num_to_R).tolist()
         sent = pack_payload(x_TD, slots_TK)[goes_RT.nonzero()[:, 1]]
         payload_NB = self.group.all_to_all(sent, num_to_R.tolist(), num_from_R)
-        return self.compute_and_return(layer, experts, payload_NB, num_from_R, x_TD, slots_TK)
+        return self.compute_and_return(
+            layer=layer,
+            experts=experts,
+            payload_NB=payload_NB,
+            num_from_R=num_from_R,
+            x_TD=x_TD,
+            slots_TK=slots_TK,
+        )

@@ -62,7 +62,9 @@ def sample_draft(
         The draft [B] of each row, chosen by the row's acceptance rule, and the distribution [B, V]
         that it was sampled from. The latter is None if no rule in ``rule_names`` needs it.
     """
-    adjusted_BV = apply_rules(logits_BV, sampling, num_output_B, drafts_BN)
+    adjusted_BV = apply_rules(
+        logits_BV=logits_BV, rows=sampling, num_output_B=num_output_B, drafts_BN=drafts_BN
+    )
     output_index_B = num_output_B + drafts_BN.shape[1]
     first, *others = _ordered(rule_names)
     base = ACCEPTANCE_RULES[first].sample_draft
@@ -99,7 +101,13 @@ def top_candidates(
             ``drafts_BM``.
         num_candidates: Number of tokens to return per node.
     """
-    adjusted_BQV = apply_rules_at_places(logits_BQV, sampling, num_output_B, drafts_BM, nodes)
+    adjusted_BQV = apply_rules_at_places(
+        logits_BN1V=logits_BQV,
+        rows=sampling,
+        num_output_B=num_output_B,
+        drafts_BN=drafts_BM,
+        tree=nodes,
+    )
     first, *others = _ordered(rule_names)
     base = ACCEPTANCE_RULES[first].top_candidates
     top = base(adjusted_BQV, sampling, num_output_B, nodes, num_candidates)

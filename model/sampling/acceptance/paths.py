@@ -53,7 +53,12 @@ def deepest_path(
     """
     end_B1, depth_B1 = _deepest_end(verify_input, passes_BN, score_BN)
     last_B1 = verify_input.targets_BN1.gather(1, end_B1)
-    return path_result(verify_input, end_B1.squeeze(1), depth_B1.squeeze(1), last_B1.squeeze(1))
+    return path_result(
+        verify_input=verify_input,
+        end_B=end_B1.squeeze(1),
+        depth_B=depth_B1.squeeze(1),
+        last_B=last_B1.squeeze(1),
+    )
 
 
 def path_result(

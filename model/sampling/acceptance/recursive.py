@@ -41,11 +41,11 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     end_B = torch.zeros_like(verify_input.num_output_B)
     walk = _Walk(end_B, p_BQV[:, 0], torch.zeros_like(p_BQV[:, 0], dtype=torch.bool))
     for node in range(1, p_BQV.shape[1]):
-        _try_node(walk, verify_input, node, p_BQV[:, node])
+        _try_node(walk=walk, verify_input=verify_input, node=node, p_BV=p_BQV[:, node])
     depth_B = tree.depth_BQ.gather(1, walk.end_B.unsqueeze(1)).squeeze(1)
     index_B = verify_input.num_output_B + depth_B
     last_B = sample(walk.residual_BV.log(), rows.seed_B, index_B, RESIDUAL)
-    return path_result(verify_input, walk.end_B, depth_B, last_B)
+    return path_result(verify_input=verify_input, end_B=walk.end_B, depth_B=depth_B, last_B=last_B)
 
 
 def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -> None:

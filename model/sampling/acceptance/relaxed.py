@@ -27,7 +27,10 @@ def accept_drafts(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) 
     p(x) to the scale of delta: a draft's score must reach that of the best token minus delta.
     """
     thinking_BN = thinking_before(
-        verify_input.thinking_B, verify_input.drafts_BN, verify_input.think_ids, verify_input.tree
+        thinking_B=verify_input.thinking_B,
+        drafts_BN=verify_input.drafts_BN,
+        think_ids=verify_input.think_ids,
+        tree=verify_input.tree,
     )
     log_p_BN, is_likely_BN = _likely(score, verify_input)
     passes_BN = paths.is_target(verify_input) | (thinking_BN & is_likely_BN)
