@@ -68,7 +68,13 @@ class DecodeEngine:
         self._on_grant = on_grant
         self._levels = levels = parts.draft_shapes
         eos_ids = loaded.config.eos_token_ids
-        self.scheduler = Scheduler(pool, max_rows, levels, loaded.max_model_len, eos_ids)
+        self.scheduler = Scheduler(
+            pool=pool,
+            max_rows=max_rows,
+            levels=levels,
+            max_model_len=loaded.max_model_len,
+            eos_ids=eos_ids,
+        )
         self._catch_up = loaded.drafter.catch_up(levels[-1].depth)
         self._launcher = Launcher(parts, self._catch_up)
         self.programs = self._launcher.programs
@@ -268,7 +274,7 @@ class DecodeEngine:
             self.scheduler.on_complete(step.sequences)
             is_running = self.scheduler.are_running(step.sequences)
             for i, sequence in compress(enumerate(step.sequences), is_running):
-                self._updates += self._emit(sequence, i, runs[i], step)
+                self._updates += self._emit(sequence=sequence, row=i, run=runs[i], step=step)
 
     def _record_in_flight(self, sequences: Iterable[RunningSequence]) -> None:
         """Record the sequences that this iteration puts at risk.

@@ -72,7 +72,10 @@ async def verify_checksums(pull: "PullState") -> None:
     endpoint = pull.endpoint
     offer = pull.offer
     reply: Checksums = await pull.link.call(
-        "checksums", offer.identity, Checksums, endpoint.deadlines.progress_s
+        method="checksums",
+        message=offer.identity,
+        reply=Checksums,
+        wait_s=endpoint.deadlines.progress_s,
     )
     for group in endpoint.caches.layout.groups:
         span = Span(group=group, pages=pull.pages, lo=0, hi=offer.num_tokens)

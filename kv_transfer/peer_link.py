@@ -127,7 +127,9 @@ class PeerLink:
             where = span.group.name, span.lo, span.hi
             message = Send(identity, *where, managed.nonce, channel.requested_chunks[-1] + 1)
             channel.requested_chunks.append(message.number)
-            reply: SendReply = await self.call("send", message, SendReply, channel.timeout_s)
+            reply: SendReply = await self.call(
+                method="send", message=message, reply=SendReply, wait_s=channel.timeout_s
+            )
             if (reply.transfer_id, reply.num_bytes) != (channel.num_transfers, data.nbytes):
                 raise HandoverError(f"asked for {message} of {data.nbytes} B, got {reply}")
             await wait_for_transfer(channel.recv(data).done, channel)

@@ -160,7 +160,9 @@ class Sink:
         give_up_at = now() + patience_s
         while True:
             message = m.Pull(pull.offer.identity, pull.num_pulled, wait_s)
-            ready: m.PullReply = await pull.link.call("pull", message, m.PullReply, wait_s)
+            ready: m.PullReply = await pull.link.call(
+                method="pull", message=message, reply=m.PullReply, wait_s=wait_s
+            )
             pull.check(ready)
             if ready.num_tokens != pull.num_pulled or ready.is_queued:
                 await self._fetch(pull, ready)

@@ -143,7 +143,13 @@ def load_model(
         weights = _weights_digest(digest, config.speculation.draft_model_path)
         check_digest(weights)
         checkpoint = Checkpoint(
-            files, model, dtype, device, keep_fp8, may_draft=kind != PREFILL, ignored_keys=ignored
+            files=files,
+            config=model,
+            dtype=dtype,
+            device=device,
+            keep_fp8=keep_fp8,
+            may_draft=kind != PREFILL,
+            ignored_keys=ignored,
         )
         network = load_network(checkpoint, dispatch)
         drafter = create_drafter(config.speculation, checkpoint, network)

@@ -24,7 +24,13 @@ def store_server(host: str, timeout_s: float) -> tuple[Store, int]:
     except OSError as error:
         raise ValueError(f"kv_transfer cannot listen on {host!r}: {error}") from None
     port = listener.getsockname()[1]
-    return _store(host, port, timeout_s, True, master_listen_fd=listener.detach()), port
+    return _store(
+        host=host,
+        port=port,
+        timeout_s=timeout_s,
+        is_server=True,
+        master_listen_fd=listener.detach(),
+    ), port
 
 
 def store_client(host: str, port: int, timeout_s: float, prefix: str = "") -> Store:
@@ -32,7 +38,9 @@ def store_client(host: str, port: int, timeout_s: float, prefix: str = "") -> St
 
     Each group needs a separate client, because waits on one client block each other.
     """
-    return dist.PrefixStore(prefix, _store(host, port, timeout_s, False))
+    return dist.PrefixStore(
+        prefix, _store(host=host, port=port, timeout_s=timeout_s, is_server=False)
+    )
 
 
 def _store(host: str, port: int, timeout_s: float, is_server: bool, **more: Any) -> Store:

@@ -215,7 +215,9 @@ class PrefillEngine:
         tokens_E = draw(adjusted_EV, inputs.sampling, inputs.num_output_E)
         next_GK = inputs.next_GK.clone()
         next_GK[inputs.ended_E, 0] = tokens_E
-        drafter.prefill(inputs.batch, next_GK, features_1TF, self._caches)
+        drafter.prefill(
+            batch=inputs.batch, next_GK=next_GK, features_1TF=features_1TF, caches=self._caches
+        )
         logprobs = _logprobs(inputs.requests, logits_EV, tokens_E)
         features_EF: Iterable[Tensor | None] = [None] * len(inputs.requests)
         if drafter.num_features:
@@ -301,4 +303,6 @@ def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
             set_rules(
                 rules=rules, row=row, request=request, output_ids=request.output_ids, stops=stops
             )
-    return SamplingRows.of(settings, loaded.device, rules, loaded.kernels)
+    return SamplingRows.of(
+        settings=settings, device=loaded.device, rules=rules, sampler=loaded.kernels
+    )

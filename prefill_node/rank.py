@@ -83,7 +83,12 @@ class PrefillRank:
         seal = None
         if progress.first_token is not None:
             seal = Seal(progress.first_token, *self._pack_features(progress.features_F))
-        self.source.advance(sequence.identity, sequence.pages, sequence.num_computed, seal)
+        self.source.advance(
+            identity=sequence.identity,
+            pages=sequence.pages,
+            num_tokens=sequence.num_computed,
+            seal=seal,
+        )
         if seal is not None:
             self._answer(sequence.identity, progress)
 

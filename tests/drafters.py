@@ -49,12 +49,12 @@ class Failing(Again):
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def draft(self, state: None, context: DraftContext, *rest: Any) -> Drafts:
+    def draft(self, state: None, context: DraftContext, **rest: Any) -> Drafts:
         self.num_calls += bool(context.real_B.any())
         if self.num_calls == 7:
             self.num_calls += 1
             raise RuntimeError("no idea")
-        drafts = super().draft(state, context, *rest)
+        drafts = super().draft(state, context, **rest)
         return Drafts(drafts.tokens_BN, _half(drafts.tokens_BN))
 
 

@@ -68,9 +68,9 @@ async def _report(address: str, options: BenchOptions) -> None:
     async with AsyncClient(address, retry_s=0) as client:
         model = await client.model_info()
         with _progress() as progress:
-            arms = await Trial(client, model, options, progress).run()
+            arms = await Trial(client=client, model=model, options=options, progress=progress).run()
     ratios = speedups(arms, options.cost_ratio, options.draft_flops_ratio)
-    text = as_json(options, model, arms, ratios)
+    text = as_json(options=options, model=model, arms=arms, ratios=ratios)
     if options.output is not None:
         options.output.write_text(text + "\n", encoding="utf-8")
     if options.plot is not None:
@@ -81,7 +81,7 @@ async def _report(address: str, options: BenchOptions) -> None:
         print(text, flush=True)
     else:
         console = Console(highlight=False)
-        show(console, model, arms, ratios, options)
+        show(console=console, model=model, arms=arms, ratios=ratios, options=options)
     _report_failures(arms)
 
 

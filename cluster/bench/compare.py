@@ -50,7 +50,9 @@ async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonR
             temporary_server(options.config, set_options(options, keys)) as address,
             AsyncClient(address, retry_s=0) as client,
         ):
-            [arm] = await Trial(client, await client.model_info(), options, progress).run()
+            [arm] = await Trial(
+                client=client, model=await client.model_info(), options=options, progress=progress
+            ).run()
             results.append(ComparisonResult(keys, arm))
     return results
 

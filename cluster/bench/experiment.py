@@ -97,7 +97,7 @@ class Trial:
         runs: dict[int | None, list[Run]] = {arm: [] for arm in arms}
         for i, (number, arm) in enumerate(plan):
             share_s = max(0.0, stop_at - time.monotonic()) / (len(plan) - i)
-            run = await self._run(number, num_rounds, arm, share_s)
+            run = await self._run(number=number, num_rounds=num_rounds, arm=arm, stop_s=share_s)
             if number >= 0:
                 runs[arm].append(run)
         slo = Slo(self._options.slo_ttft_ms, self._options.slo_tpot_ms)
@@ -170,7 +170,12 @@ def due_times_s(options: BenchOptions, jobs: Sequence[Job]) -> list[float] | Non
 def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
     """Return the arm with the results of ``runs``."""
     records = [record for run in runs for record in run.records]
-    return Arm(max_drafts, tuple(runs), measure(runs, slo), acceptance(records))
+    return Arm(
+        max_drafts=max_drafts,
+        runs=tuple(runs),
+        metrics=measure(runs, slo),
+        acceptance=acceptance(records),
+    )
 
 
 def speedups(

@@ -49,11 +49,11 @@ async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) 
     counts_LE = sum_expert_rows(rows_of_ranks)
     placement = rows_of_ranks[0].placement
     best = rebalance(
-        counts_LE,
-        placement.num_slots,
-        rows_of_ranks[0].num_groups,
-        num_machines(gang),
-        placement.num_ranks,
+        counts_LE=counts_LE,
+        num_slots=placement.num_slots,
+        num_groups=rows_of_ranks[0].num_groups,
+        num_machines=num_machines(gang),
+        num_ranks=placement.num_ranks,
     )
     before = balance_ratio(counts_LE, placement)
     after = balance_ratio(counts_LE, best)

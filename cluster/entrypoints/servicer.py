@@ -32,7 +32,9 @@ class InferenceServicer(rpc.InferenceServicer):
             first["proof"] = proof
 
         nonce = str(dict(context.invocation_metadata() or ()).get(STREAM_KEY, ""))
-        await self._admission.answer(to_raw_request(message), write, nonce, add_proof)
+        await self._admission.answer(
+            raw_request=to_raw_request(message), write=write, nonce=nonce, on_proof=add_proof
+        )
 
     async def Abort(self, message: pb.AbortRequest, context: _Context) -> pb.AbortResponse:
         return pb.AbortResponse(found=await self._admission.abort(message.request_id))

@@ -94,7 +94,12 @@ async def _request_grant(request: Request, pair: AttemptRoute, session: int) -> 
         max_tokens=max_tokens,
         is_resumed=request.is_resumed,
     )
-    await _call(pair.decode, "grant", on_decode.Grant(pair.identity, session, size), Empty)
+    await _call(
+        rank=pair.decode,
+        method="grant",
+        message=on_decode.Grant(pair.identity, session, size),
+        reply=Empty,
+    )
     pair.decode.inboxes.granted[pair.identity] = None
 
 
@@ -106,7 +111,9 @@ async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int)
     message = on_decode.Start(
         identity=pair.identity, request=request, offer=offer, is_suspect=pair.is_suspect
     )
-    return await _call(pair.decode, "start", message, TransferStats, pair.prefill)
+    return await _call(
+        rank=pair.decode, method="start", message=message, reply=TransferStats, peer=pair.prefill
+    )
 
 
 async def _run_prefill(
@@ -118,7 +125,9 @@ async def _run_prefill(
     PREFILL_ERROR_WAIT_S.
     """
     message = on_prefill.Prefill(pair.identity, request, pair.is_suspect)
-    call = asyncio.create_task(_call(pair.prefill, "prefill", message, on_prefill.PrefillReply))
+    call = asyncio.create_task(
+        _call(rank=pair.prefill, method="prefill", message=message, reply=on_prefill.PrefillReply)
+    )
     try:
         await asyncio.wait([call, handover], return_when=asyncio.FIRST_COMPLETED)
         if handover.done() and handover.exception() is not None:

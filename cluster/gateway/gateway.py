@@ -97,7 +97,7 @@ class ClusterGateway:
     def _make_answer(self, index: int, request: Request) -> Answer:
         skips = request.sampling.skip_special_tokens
         text = TextStream(self.tokenizer, skip_special_tokens=skips)
-        return Answer(request, text, self.model, index)
+        return Answer(request=request, text=text, model=self.model, index=index)
 
     def is_healthy(self) -> bool:
         """Whether there is a usable pair of a prefill and a decode rank."""

@@ -63,7 +63,13 @@ class HostDraftRunner:
         try:
             # The drafter has no part in a step that neither drafts nor catches up.
             if level.num_nodes or key.catch_up:
-                drafts = draft(self._loaded.drafter, self._caches, rows, key, level)
+                drafts = draft(
+                    drafter=self._loaded.drafter,
+                    caches=self._caches,
+                    rows=rows,
+                    key=key,
+                    level=level,
+                )
                 return check_drafts(drafts, none, self._loaded.config.vocab_size)
         except Exception as error:
             if self._loaded.drafter.uses_collectives or is_device_lost(error):

@@ -106,7 +106,9 @@ class Programs:
         inputs = self._inputs(step)
         function = self._function(step)
         is_steady_state = function.is_ready and step.plan.is_final_mode
-        hidden_or_logits, *outcome = self._call(step.plan.key, function, inputs, MAX_TRIES)
+        hidden_or_logits, *outcome = self._call(
+            key=step.plan.key, function=function, inputs=inputs, max_tries=MAX_TRIES
+        )
         return StepResult(Outcome(*outcome), hidden_or_logits, is_steady_state)
 
     def capture_program(self, step: PreparedStep) -> None:
@@ -114,7 +116,7 @@ class Programs:
         inputs = self._inputs(step)
         function = self._function(step)
         while not function.is_ready:
-            self._call(step.plan.key, function, inputs, 1)
+            self._call(key=step.plan.key, function=function, inputs=inputs, max_tries=1)
 
     def logits(self, result: StepResult) -> Tensor:
         """Return the raw logits [B, E, V] of a result."""
@@ -176,7 +178,14 @@ class Programs:
         rows = self._rows.select(read_B, num_pages, key.traits)
         shape = self._shapes[key.shape_index]
         drafts = unpack_drafts(shape.draft_shape, host_drafts) if host_drafts else None
-        output = decode_step(self._loaded, self._caches, rows, key, shape, drafts)
+        output = decode_step(
+            loaded=self._loaded,
+            caches=self._caches,
+            rows=rows,
+            key=key,
+            shape=shape,
+            host_drafts=drafts,
+        )
         self._rows.store(
             write_B=write_B, new=output.state, emitted=output.emitted, traits=key.traits
         )

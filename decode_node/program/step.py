@@ -67,7 +67,7 @@ def decode_step(
         "rules come if a row has some"
     )
     drafts = (
-        draft(loaded.drafter, caches, rows, key, shape.draft_shape)
+        draft(drafter=loaded.drafter, caches=caches, rows=rows, key=key, level=shape.draft_shape)
         if host_drafts is None
         else host_drafts
     )
@@ -85,7 +85,7 @@ def decode_step(
         hidden_BND = features_BNF if is_same else gather_path(hidden_BND, result.path_BE)
         logits_BNV = gather_path(logits_BNV, result.path_BE)
     emitted = Emitted(result.tokens_BE, result.num_accepted_B + 1, features_BNF)
-    after = commit(loaded, rows.state, key, result, emitted)
+    after = commit(loaded=loaded, state=rows.state, key=key, result=result, emitted=emitted)
     return StepOutput(
         outcome=outcome, emitted=emitted, hidden_BED=hidden_BND, logits_BEV=logits_BNV, state=after
     )
@@ -143,7 +143,13 @@ def draft(
             *rule_args, logits_BQV, *sampling, *of
         ),
     )
-    return drafter.draft(state.drafter, context, level, key.catch_up, caches)
+    return drafter.draft(
+        state=state.drafter,
+        context=context,
+        draft_shape=level,
+        catch_up_width=key.catch_up,
+        caches=caches,
+    )
 
 
 def verify(

@@ -134,7 +134,7 @@ def load_weights(
     weights = set(places)
     for name in names:
         if name in places:
-            _fill(places.pop(name), files, name, config.quantization)
+            _fill(places=places.pop(name), files=files, name=name, fp8=config.quantization)
         elif not (
             name.endswith((_DERIVED, *_UNUSED))
             or name.removesuffix(_SCALE) in weights

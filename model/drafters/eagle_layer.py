@@ -42,7 +42,7 @@ class GroupedAttention(KernelModule):
 
     def forward(self, x_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Return the attention output [X, D]; writes the cache entries of this pass."""
-        self.write_cache(x_XD, batch, cache, angles)
+        self.write_cache(x_XD=x_XD, batch=batch, cache=cache, angles=angles)
         q_XHK = self.q_proj(x_XD).unflatten(1, (self._num_heads, -1))
         attn = self._attention(batch, cache, angles)
         out_XHK = self.kernels.gqa_attend(q_XHK, attn, batch.context_lens_BQ)
@@ -140,7 +140,9 @@ class EagleLayer(nn.Module):
 
     def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
         """Write cache entries without computing an output."""
-        self.midlayer.self_attn.write_cache(self.attention_inputs(z_XD)[0], batch, cache, angles)
+        self.midlayer.self_attn.write_cache(
+            x_XD=self.attention_inputs(z_XD)[0], batch=batch, cache=cache, angles=angles
+        )
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Return the hidden state [X, D] that predicts the next token and stands for its
@@ -181,7 +183,7 @@ class Eagle3Layer(EagleLayer):
         )
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        after_XD = super().predict(z_XD, batch, cache, angles)
+        after_XD = super().predict(z_XD=z_XD, batch=batch, cache=cache, angles=angles)
         return self.norm(after_XD) if self.config.raw_config.norm_output else after_XD
 
     def logits(self, hidden_XD: Tensor, shared: Linear) -> Tensor:

@@ -131,9 +131,7 @@ class MedusaDrafter(Drafter):
             bits_BQ=torch.ones_like(depth_BH),
             depth=draft_shape.depth,
         )
-        top = context.top_candidates(
-            logits_BHV, none_B0, nodes, num_candidates
-        )
+        top = context.top_candidates(logits_BHV, none_B0, nodes, num_candidates)
         found = top.tokens_BQK.flatten(1)
         tokens_BN = found.index_select(1, likely_N)
         if top.q_BQV is None or top.drawn_B is None:

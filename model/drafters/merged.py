@@ -46,7 +46,9 @@ class MergedDrafter(Drafter):
         self._model_drafter.process_weights_after_loading(kernels)
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
-        self._model_drafter.prefill(batch, next_GK, features_1TF, caches)
+        self._model_drafter.prefill(
+            batch=batch, next_GK=next_GK, features_1TF=features_1TF, caches=caches
+        )
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
         """Return trees that hold both chains, each at most ``max_depth`` deep."""
@@ -87,11 +89,20 @@ class MergedDrafter(Drafter):
         caches: Caches,
     ) -> Drafts:
         chain = chain_shapes(draft_shape.depth)[-1]
-        model_drafts = self._model_drafter.draft(state, context, chain, catch_up_width, caches)
+        model_drafts = self._model_drafter.draft(
+            state=state,
+            context=context,
+            draft_shape=chain,
+            catch_up_width=catch_up_width,
+            caches=caches,
+        )
         if draft_shape.depth == 0:
             return model_drafts
         return merge_chains(
-            model_drafts, self._ngram_drafter.draft(None, context, chain, 0, caches)
+            model_drafts,
+            self._ngram_drafter.draft(
+                state=None, context=context, draft_shape=chain, catch_up_width=0, caches=caches
+            ),
         )
 
     def commit(self, state: DrafterState, emitted: Emitted, catch_up_width: int) -> DrafterState:

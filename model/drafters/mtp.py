@@ -54,7 +54,9 @@ class MtpLayer(DecoderLayer):
     def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
         """Write cache entries without computing an output. Entries of a single layer depend on its
         input alone."""
-        self.self_attn.write_cache(self.input_layernorm(z_XD), batch, cache, angles)
+        self.self_attn.write_cache(
+            x_XD=self.input_layernorm(z_XD), batch=batch, cache=cache, angles=angles
+        )
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
         """Return the normalised hidden state [X, D] of the layer."""
@@ -122,7 +124,9 @@ class MtpDrafter(Drafter):
         states [X, D]."""
         z_XD = self._project_inputs(batch, hidden_XD)
         angles = angles or self._angles(batch)
-        return self._layer.predict(z_XD, batch, caches[self.group][-1], angles)
+        return self._layer.predict(
+            z_XD=z_XD, batch=batch, cache=caches[self.group][-1], angles=angles
+        )
 
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Write the cache entries of a packed batch. Row i pairs hidden state i with token i + 1.
@@ -132,7 +136,9 @@ class MtpDrafter(Drafter):
         """
         batch = shift_tokens(shift_positions(batch), next_GK[:, 0])
         z_XD = self._project_inputs(replace_unknown(batch), features_1TF[0])
-        self._layer.write_cache(z_XD, batch, caches[self.group][0], self._angles(batch))
+        self._layer.write_cache(
+            z_XD=z_XD, batch=batch, cache=caches[self.group][0], angles=self._angles(batch)
+        )
 
     def draft(
         self,
@@ -159,7 +165,7 @@ class MtpDrafter(Drafter):
             if i:
                 batch, angles = later[i - 1]
                 batch = replace(batch, token_ids_BQ=last_B1)
-                head_BD = self.forward(batch, head_BD, caches, angles)
+                head_BD = self.forward(batch=batch, hidden_XD=head_BD, caches=caches, angles=angles)
             return self._logits(head_BD)
 
         return context.draft_chain(draft_shape.depth, logits)
@@ -205,7 +211,7 @@ class MtpDrafter(Drafter):
         )
         z_XD = self._project_inputs(batch, state.hidden_BMD[:, :catch_up_width].flatten(0, 1))
         cos, sin = self._angles(batch)
-        self._layer.write_cache(z_XD, batch, cache, (cos, sin))
+        self._layer.write_cache(z_XD=z_XD, batch=batch, cache=cache, angles=(cos, sin))
         if draft_shape.depth == 0:
             return None
         at_B = torch.arange(len(state.tokens_BM), device=z_XD.device) * catch_up_width

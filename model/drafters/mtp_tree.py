@@ -97,7 +97,9 @@ class MtpTreeDrafter(MtpDrafter):
                 # Bit 0 is the last known token, which is not among these slots.
                 bits_BQ=beam.nodes.bits_BQ >> 1,
             )
-            hidden_XD = self.forward(batch, beam.hidden_BKD.flatten(0, 1), caches, angles)
+            hidden_XD = self.forward(
+                batch=batch, hidden_XD=beam.hidden_BKD.flatten(0, 1), caches=caches, angles=angles
+            )
             beam = beam._replace(hidden_BKD=hidden_XD.view_as(beam.hidden_BKD))
         return select_tree([*candidates, self._expand(beam, context)], draft_shape.num_nodes)
 
@@ -105,9 +107,7 @@ class MtpTreeDrafter(MtpDrafter):
         logits_BKV = self._logits(beam.hidden_BKD)
         return expand_beam(
             beam,
-            context.top_candidates(
-                logits_BKV, beam.drafts_BM, beam.nodes, self._top_k
-            ),
+            context.top_candidates(logits_BKV, beam.drafts_BM, beam.nodes, self._top_k),
         )
 
     def _beam_passes(

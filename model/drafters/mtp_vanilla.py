@@ -170,9 +170,9 @@ class VanillaDrafter(MtpDrafter):
             batch = shift_tokens(batch, next_GK[:, i])
             z_TD = layer.project_inputs(self._embedded(replace_unknown(batch)), hidden_TD)
             if i < self._num_history:
-                hidden_TD = layer.predict(z_TD, batch, cache, angles)
+                hidden_TD = layer.predict(z_XD=z_TD, batch=batch, cache=cache, angles=angles)
             else:
-                layer.write_cache(z_TD, batch, cache, angles)
+                layer.write_cache(z_XD=z_TD, batch=batch, cache=cache, angles=angles)
 
     def draft(
         self,
@@ -188,7 +188,12 @@ class VanillaDrafter(MtpDrafter):
             return Drafts(state.tokens_BM[:, :0])
         num = len(self._layers)
         page_size = caches[MTP][0].shape[1]
-        window = PassWindow.of(state, context, self._num_history, catch_up_width)
+        window = PassWindow.of(
+            state=state,
+            context=context,
+            num_history=self._num_history,
+            catch_up_width=catch_up_width,
+        )
         later = self._later_passes(context, max(0, draft_shape.depth - num), page_size)
         head_BD = state.hidden_BMD[:, 0]
 
@@ -203,7 +208,7 @@ class VanillaDrafter(MtpDrafter):
             else:
                 batch, angles = later[i - num]
                 batch = replace(batch, token_ids_BQ=last_B1)
-                head_BD = self.forward(batch, head_BD, caches, angles)
+                head_BD = self.forward(batch=batch, hidden_XD=head_BD, caches=caches, angles=angles)
             return self._network.logits(head_BD)
 
         drafts = context.draft_chain(draft_shape.depth, logits)
@@ -246,9 +251,9 @@ class VanillaDrafter(MtpDrafter):
         row_B = torch.arange(len(context.real_B), device=z_XD.device)
         at_B = row_B * window.slots_BW.shape[1] + window.num_real_B - 1
         if number < self._num_history:
-            window.hidden_XD = layer.predict(z_XD, batch, cache, angles)
+            window.hidden_XD = layer.predict(z_XD=z_XD, batch=batch, cache=cache, angles=angles)
             return window.hidden_XD[at_B]
-        layer.write_cache(z_XD, batch, cache, angles)
+        layer.write_cache(z_XD=z_XD, batch=batch, cache=cache, angles=angles)
         if not has_draft:
             return z_XD[at_B]
         at_head = head_batch(context, batch, at_B), cache, (cos[at_B], sin[at_B])

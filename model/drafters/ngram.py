@@ -88,7 +88,13 @@ class SharedNgramDrafter(NgramDrafter):
         text_RT, shared_table = table
         super().register_row(text_RT, row, token_ids)
         place_1T = torch.arange(len(token_ids), device=text_RT.device).unsqueeze(0)
-        self._store(text_RT, shared_table, place_1T.new_tensor([row]), place_1T, place_1T >= 0)
+        self._store(
+            text_RT=text_RT,
+            shared_table=shared_table,
+            rows_B=place_1T.new_tensor([row]),
+            place_BW=place_1T,
+            keep_BW=place_1T >= 0,
+        )
 
     def update_table(
         self, table: Any, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
@@ -97,7 +103,13 @@ class SharedNgramDrafter(NgramDrafter):
         super().update_table(table=text_RT, rows_B=rows_B, num_known_B=num_known_B, emitted=emitted)
         place_BE = text_positions(emitted, num_known_B, text_RT.shape[1])
         is_told_BE = place_BE < num_known_B.unsqueeze(1)
-        self._store(text_RT, shared_table, rows_B, place_BE, is_told_BE)
+        self._store(
+            text_RT=text_RT,
+            shared_table=shared_table,
+            rows_B=rows_B,
+            place_BW=place_BE,
+            keep_BW=is_told_BE,
+        )
 
     def draft(
         self,
@@ -109,7 +121,11 @@ class SharedNgramDrafter(NgramDrafter):
     ) -> Drafts:
         (text_RT, shared_table), known_B1 = context.table, context.num_known_B.unsqueeze(1)
         mine = super().draft(
-            state, replace(context, table=text_RT), draft_shape, catch_up_width, caches
+            state=state,
+            context=replace(context, table=text_RT),
+            draft_shape=draft_shape,
+            catch_up_width=catch_up_width,
+            caches=caches,
         )
         if not draft_shape.num_nodes:
             return mine

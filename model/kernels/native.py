@@ -94,8 +94,12 @@ class NativeKernels(Kernels):
         return torch.ops.tandem.gqa_attend.default(q_XHK, *rest)
 
     @staticmethod
-    def adjust(logits_BV: Tensor, rules: AdjustRows, *counts: Tensor) -> Tensor:
-        return torch.ops.tandem.adjust.default(logits_BV, list_tensors(rules), *counts)
+    def adjust(
+        logits_BV: Tensor, rules: AdjustRows, num_output_B: Tensor, drafts_BN: Tensor
+    ) -> Tensor:
+        return torch.ops.tandem.adjust.default(
+            logits_BV, list_tensors(rules), num_output_B, drafts_BN
+        )
 
     def sample_tokens(
         self, adjusted_BQV: Tensor, rows: SamplingRows, output_index_BQ: Tensor

@@ -67,7 +67,7 @@ class MLA(KernelModule):
         """Write the latents of the batch to ``cache`` and return the attention output [X, D]."""
         config = self.config
         kernels = self.kernels
-        q = self.write_cache(x_XD, batch, cache, angles)
+        q = self.write_cache(x_XD=x_XD, batch=batch, cache=cache, angles=angles)
         if config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))
         q_XHK = q.unflatten(1, (config.num_attention_heads, -1))

@@ -148,7 +148,9 @@ def apply_rules(
     """
     if rows.rules is None:
         return logits_BV
-    return rows.sampler.adjust(logits_BV, rows.rules, num_output_B, drafts_BN)
+    return rows.sampler.adjust(
+        logits_BV=logits_BV, rules=rows.rules, num_output_B=num_output_B, drafts_BN=drafts_BN
+    )
 
 
 def draw(adjusted_BV: Tensor, rows: SamplingRows, index_B: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ class GangLockstep(Lockstep):
         stall_detector: StallDetector,
     ) -> None:
         store = partial(store_client, rendezvous.host, rendezvous.store_port, CONNECT_S)
-        self.collectives = connect(store, spec.rank, spec.num_ranks, device, spec.host)
+        self.collectives = connect(
+            store=store, rank=spec.rank, num_ranks=spec.num_ranks, device=device, host=spec.host
+        )
         stall_detector.position = lambda: self.collectives.position
         self._name = spec.epoch_name
         self._planner_server = planner_server

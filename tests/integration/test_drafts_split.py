@@ -46,8 +46,8 @@ def modules_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Heard(Spy):
     """Records the drafts of real rows only, found by the last token of each row."""
 
-    def draft(self, state: Any, context: Any, *rest: Any) -> Any:
-        drafts = self.inner.draft(state, context, *rest)  # type: ignore[attr-defined]
+    def draft(self, state: Any, context: Any, **rest: Any) -> Any:
+        drafts = self.inner.draft(state, context, **rest)  # type: ignore[attr-defined]
         if context.real_B.any():
             self.drafts += drafts.tokens_BN[context.real_B].tolist()
         return drafts

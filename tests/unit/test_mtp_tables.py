@@ -107,13 +107,15 @@ class Recorder:
         """Concatenate like the MTP layer; the embedding of a token is its id."""
         return torch.cat((hidden, tokens.unsqueeze(1).float()), 1)
 
-    def write_cache(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
-        self.written.append(self._pass(z, batch))
+    def write_cache(self, z_XD: torch.Tensor, batch: Batch, cache: object, angles: object) -> None:
+        self.written.append(self._pass(z_XD, batch))
         tokens = [token_name(int(t)) for t in batch.token_ids_BQ.flatten()]
         assert self.written[-1].names == tokens
 
-    def predict(self, z: torch.Tensor, batch: Batch, cache: object, angles: object) -> torch.Tensor:
-        self.predicted.append(self._pass(z, batch))
+    def predict(
+        self, z_XD: torch.Tensor, batch: Batch, cache: object, angles: object
+    ) -> torch.Tensor:
+        self.predicted.append(self._pass(z_XD, batch))
         return torch.stack([tag(f"mtp({name})") for name in self.predicted[-1].names])
 
     def _pass(self, z: torch.Tensor, batch: Batch) -> Pass:

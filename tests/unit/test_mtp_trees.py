@@ -4,6 +4,7 @@ answers equal those without drafts."""
 from dataclasses import replace
 from heapq import nlargest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def loaded(folder: Path) -> LoadedModel:
 class TreeSpy(Spy):
     """Records whole drafts."""
 
-    def draft(self, *told: object) -> Drafts:  # type: ignore[override]
-        drafts: Drafts = self.inner.draft(*told)  # type: ignore[attr-defined]
+    def draft(self, **inputs: Any) -> Drafts:  # type: ignore[override]
+        drafts: Drafts = self.inner.draft(**inputs)  # type: ignore[attr-defined]
         self.drafts.append(drafts)  # type: ignore[arg-type]
         return drafts
 

@@ -87,18 +87,23 @@ class TritonKernels(Kernels):
     def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
         if isinstance(packed, Fp8BlockWeight):
             dtype = torch.float32 if in_fp32 else x_XK.dtype
-            return self._product(x_XK, Fp8BlockWeight(*(part[None] for part in packed)), 1, dtype)
+            return self._product(
+                x_XK=x_XK,
+                w=Fp8BlockWeight(*(part[None] for part in packed)),
+                num_parts=1,
+                dtype=dtype,
+            )
         if in_fp32 and x_XK.dtype != torch.float32:
             return torch.mm(x_XK, packed.t(), out_dtype=torch.float32)
         return F.linear(x_XK, packed)
 
     def rms_norm(self, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return norms.rms_norm(x_XD, None, weight_D, eps)[1]
+        return norms.rms_norm(x_XD=x_XD, branch=None, weight_D=weight_D, eps=eps)[1]
 
     def add_rms_norm(
         self, x_XD: Tensor, branch: Tensor | norms.DeferredSum, weight_D: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norms.rms_norm(x_XD, branch, weight_D, eps)
+        return norms.rms_norm(x_XD=x_XD, branch=branch, weight_D=weight_D, eps=eps)
 
     def mla_attend(
         self,
@@ -111,7 +116,13 @@ class TritonKernels(Kernels):
         num_nope, (num_rows, num_heads) = up_k.shape[2], q_XHK.shape[:2]
         nope_HXN = q_XHK[..., :num_nope].transpose(0, 1)
         pe_XHR = q_XHK[..., num_nope:]
-        o_XHC = self._attend(nope_HXN, up_k.transpose(1, 2), pe_XHR, attn, context_lens_BQ)
+        o_XHC = self._attend(
+            nope_HXN=nope_HXN,
+            up_HNC=up_k.transpose(1, 2),
+            pe_XHR=pe_XHR,
+            attn=attn,
+            lens_BQ=context_lens_BQ,
+        )
         out_XHV = q_XHK.new_empty(num_rows, num_heads, up_v.shape[1])
         torch.bmm(o_XHC.transpose(0, 1), up_v.transpose(1, 2), out=out_XHV.transpose(0, 1))
         return out_XHV
@@ -126,10 +137,21 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         """Absorb the queries and attend: [X, H, C]."""
         q_XHC = torch.bmm(nope_HXN, up_HNC).transpose(0, 1)
-        return attend(q_XHC, pe_XHR, attn, lens_BQ, self._num_processors)
+        return attend(
+            q_XHC=q_XHC,
+            pe_XHR=pe_XHR,
+            attn=attn,
+            context_lens_BQ=lens_BQ,
+            num_processors=self._num_processors,
+        )
 
     def gqa_attend(self, q_XHK: Tensor, attn: AttentionMetadata, context_lens_BQ: Tensor) -> Tensor:
-        return gqa.attend(q_XHK, attn, context_lens_BQ, self._num_processors)
+        return gqa.attend(
+            q_XHK=q_XHK,
+            attn=attn,
+            context_lens_BQ=context_lens_BQ,
+            num_processors=self._num_processors,
+        )
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         if self._addresses is None or not self._addresses.matches(caches):
@@ -148,8 +170,8 @@ class TritonKernels(Kernels):
         is_fp8 = isinstance(w1, Fp8BlockWeight)
         dtype = x_ND.dtype
         if slots_P is None and is_fp8:
-            hidden = silu_mul(self._product(x_ND, w1, 2, dtype))
-            return self._product(hidden, w2, 1, dtype)
+            hidden = silu_mul(self._product(x_XK=x_ND, w=w1, num_parts=2, dtype=dtype))
+            return self._product(x_XK=hidden, w=w2, num_parts=1, dtype=dtype)
         if slots_P is None:
             return F.linear(silu_mul(F.linear(x_ND, w1[0])), w2[0])
         if not len(slots_P):
@@ -168,7 +190,9 @@ class TritonKernels(Kernels):
     ) -> Tensor:
         """Multiply by a single FP8 matrix: [X, M]."""
         x = products.quantise(x_XK, self._power_of_2_scales) if self._quantises else x_XK
-        return products.product(x, w, dtype, self._num_processors, num_parts)
+        return products.product(
+            x=x, w=w, dtype=dtype, num_processors=self._num_processors, num_halves=num_parts
+        )
 
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, routing: Routing

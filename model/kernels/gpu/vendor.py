@@ -41,7 +41,7 @@ class VendorKernels(TritonKernels):
     ) -> Tensor:
         fits = self._flash.fits(len(nope_HXN), attn, lens_BQ)
         attend = self._flash.attend if fits else super()._attend
-        return attend(nope_HXN, up_HNC, pe_XHR, attn, lens_BQ)
+        return attend(nope_HXN=nope_HXN, up_HNC=up_HNC, pe_XHR=pe_XHR, attn=attn, lens_BQ=lens_BQ)
 
     def _product(
         self, x_XK: Tensor, w: Fp8BlockWeight, num_parts: int, dtype: torch.dtype
@@ -50,7 +50,7 @@ class VendorKernels(TritonKernels):
         is_even = num_rows % 4 == width % (4 * BLOCK) == half % BLOCK == 0
         is_many = num_rows >= MIN_CUBLAS_ROWS and dtype == torch.bfloat16
         if not (self._quantises and is_many and is_even):
-            return super()._product(x_XK, w, num_parts, dtype)
+            return super()._product(x_XK=x_XK, w=w, num_parts=num_parts, dtype=dtype)
         return by_cublas(quantise(x_XK, self._power_of_2_scales), w)
 
 

@@ -44,7 +44,9 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
         _try_node(walk=walk, verify_input=verify_input, node=node, p_BV=p_BQV[:, node])
     depth_B = tree.depth_BQ.gather(1, walk.end_B.unsqueeze(1)).squeeze(1)
     index_B = verify_input.num_output_B + depth_B
-    last_B = sample(walk.residual_BV.log(), rows.seed_B, index_B, RESIDUAL)
+    last_B = sample(
+        log_p=walk.residual_BV.log(), seed=rows.seed_B, output_index=index_B, stream=RESIDUAL
+    )
     return path_result(verify_input=verify_input, end_B=walk.end_B, depth_B=depth_B, last_B=last_B)
 
 

@@ -76,7 +76,12 @@ def _last_token(verify_input: VerifyInput, p_BN1V: Tensor, place_B: Tensor) -> T
         q_BV = _draft_probs(verify_input, p_BV, place_B.clamp(max=num_drafts - 1))
         rest_BV = torch.where(was_rejected_B.unsqueeze(1), residual(p_BV, q_BV), p_BV)
     index_B = verify_input.num_output_B + place_B
-    return sample(rest_BV.log(), verify_input.sampling.seed_B, index_B, RESIDUAL)
+    return sample(
+        log_p=rest_BV.log(),
+        seed=verify_input.sampling.seed_B,
+        output_index=index_B,
+        stream=RESIDUAL,
+    )
 
 
 def _draft_probs(verify_input: VerifyInput, p_BV: Tensor, place_B: Tensor) -> Tensor:
@@ -101,7 +106,9 @@ def sample_from_q(
     if sampling.all_greedy:
         return greedy_B, None
     log_q_BV = sampling.sampler.filtered_log_probs(adjusted_BV.unsqueeze(1), sampling).squeeze(1)
-    drawn_B = sample(log_q_BV, sampling.seed_B, output_index_B, DRAFT)
+    drawn_B = sample(
+        log_p=log_q_BV, seed=sampling.seed_B, output_index=output_index_B, stream=DRAFT
+    )
     return torch.where(sampling.temperature_B > 0, drawn_B, greedy_B), log_q_BV.exp()
 
 
