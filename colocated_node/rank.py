@@ -117,7 +117,7 @@ async def build(parts: RankParts) -> ColocatedRank:
     pages = DecodeRowPages(
         pool=parts.pool,
         lag=parts.loaded.lag,
-        pages_of=lambda one: get_grant(one).pages,
+        pages_of=lambda identity: get_grant(identity).pages,
         use_prefix_pages=use_prefix_pages,
     )
     prefill = PrefillRank(parts, pages)

@@ -39,7 +39,7 @@ class Delta:
     @property
     def num_bytes(self) -> int:
         """Estimated size on the wire in bytes, with 12 bytes for each log probability."""
-        num_logprobs = sum(1 + len(one.top_ids) for one in self.logprobs)
+        num_logprobs = sum(1 + len(logprobs.top_ids) for logprobs in self.logprobs)
         return PIECE_BYTES + len(self.text) + 4 * len(self.token_ids) + 12 * num_logprobs
 
 
@@ -103,13 +103,13 @@ class SpeculationCounts:
         return SpeculationCounts(*map(_add, astuple(self), astuple(other)))
 
 
-def _add(one: Any, other: Any) -> Any:
+def _add(value: Any, other: Any) -> Any:
     """Add two numbers, or two lists of counts by position; of two strings return the second."""
-    if isinstance(one, int | float):
-        return one + other
-    if isinstance(one, str):
+    if isinstance(value, int | float):
+        return value + other
+    if isinstance(value, str):
         return other
-    return tuple(a + b for a, b in zip_longest(one, other, fillvalue=0))
+    return tuple(a + b for a, b in zip_longest(value, other, fillvalue=0))
 
 
 @dataclass(frozen=True, slots=True)

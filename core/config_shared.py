@@ -27,10 +27,10 @@ def shared_digest(config: TandemConfig) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:32]
 
 
-def config_differences(mine: TandemConfig, theirs: TandemConfig) -> list[str]:
+def config_differences(mine: TandemConfig, other: TandemConfig) -> list[str]:
     """Describe each shared key whose values differ, with both values."""
-    told = ((key, attrgetter(key)(mine), attrgetter(key)(theirs)) for key in _shared_keys())
-    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in told if a != b]
+    values_by_key = ((key, attrgetter(key)(mine), attrgetter(key)(other)) for key in _shared_keys())
+    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in values_by_key if a != b]
 
 
 def _shared_keys() -> list[str]:

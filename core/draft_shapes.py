@@ -67,7 +67,9 @@ def dynamic_tree_shapes(num_nodes: int, depth: int, width: int = 0) -> DraftShap
     to caches.
     """
     bounds = ((num, min(num, depth)) for num in _sizes(num_nodes))
-    return chain_shapes(0) + tuple(DraftShape(*one, None, width * (one[1] - 1)) for one in bounds)
+    return chain_shapes(0) + tuple(
+        DraftShape(*bound, None, width * (bound[1] - 1)) for bound in bounds
+    )
 
 
 def static_tree_shapes(parents: tuple[int, ...]) -> DraftShapes:

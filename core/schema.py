@@ -112,8 +112,8 @@ def _validate(cls: Any, name: str, fields: Any) -> Any:
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         path = ".".join(map(str, (cls.__name__, *problem["loc"])))
-        got = f"{type(problem['input']).__name__} {short_repr(problem['input'])}"
-        raise WireError(f"{path}: {problem['msg']}, got {got}") from None
+        received = f"{type(problem['input']).__name__} {short_repr(problem['input'])}"
+        raise WireError(f"{path}: {problem['msg']}, got {received}") from None
 
 
 @cache

@@ -17,11 +17,11 @@ def truncate_at_stop(
     the last token of the budget counts as a stop.
     """
     assert num_budget > 0, f"a sequence without budget must have ended, got {num_budget}"
-    kept = token_ids[:num_budget]
-    for i, token in enumerate(kept):
+    kept_ids = token_ids[:num_budget]
+    for i, token in enumerate(kept_ids):
         if token in stops:
-            return kept[: i + 1], STOP
-    return kept, LENGTH if len(kept) == num_budget else None
+            return kept_ids[: i + 1], STOP
+    return kept_ids, LENGTH if len(kept_ids) == num_budget else None
 
 
 def remaining_budget(num_prompt: int, num_output: int, max_tokens: int, max_model_len: int) -> int:

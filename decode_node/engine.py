@@ -302,8 +302,12 @@ class DecodeEngine:
 
         A sequence that has ended, for either reason, is dropped.
         """
-        kept, reason = truncate_at_stop(run.token_ids, sequence.stop_ids, sequence.num_output_left)
-        sequence.record_step(self._levels[step.plan.key.shape_index], run.num_accepted, len(kept))
+        kept_ids, reason = truncate_at_stop(
+            run.token_ids, sequence.stop_ids, sequence.num_output_left
+        )
+        sequence.record_step(
+            self._levels[step.plan.key.shape_index], run.num_accepted, len(kept_ids)
+        )
         request = sequence.request
         is_broken = reason is None and not run.is_finite
         if reason is not None or is_broken:
@@ -312,9 +316,11 @@ class DecodeEngine:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if request.sampling.logprobs is not None:
             assert step.logprobs is not None, "the step computed no log probabilities"
-            logprobs = step.logprobs.of_row(row, len(kept), request.sampling.logprobs)
-        if kept:
-            yield SequenceUpdate(sequence.identity, kept, reason, counts=counts, logprobs=logprobs)
+            logprobs = step.logprobs.of_row(row, len(kept_ids), request.sampling.logprobs)
+        if kept_ids:
+            yield SequenceUpdate(
+                sequence.identity, kept_ids, reason, counts=counts, logprobs=logprobs
+            )
         if is_broken:
             self._counters["num_non_finite"] += 1
             failure = to_failure(NonFiniteLogits.of(sequence.identity, sequence.num_known))

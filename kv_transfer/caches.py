@@ -92,18 +92,20 @@ class PagedCaches:
         with self.on_copy_stream(event):
             rows = _widest_view(out)
             slots_T = self.slots_T(span)
-            here = rows if out.device == self.device else torch.empty_like(rows, device=self.device)
-            self._copy(self.layers(span.group, rows.dtype), slots_T, here, True)
-            if here is not rows:
-                rows.copy_(here, non_blocking=True)
+            local_rows = (
+                rows if out.device == self.device else torch.empty_like(rows, device=self.device)
+            )
+            self._copy(self.layers(span.group, rows.dtype), slots_T, local_rows, True)
+            if local_rows is not rows:
+                rows.copy_(local_rows, non_blocking=True)
 
     def scatter(self, span: Span, data: Tensor) -> None:
         """Copy ``data``, shaped as ``staging_view`` returns it, to the entries of ``span``."""
         with self.on_copy_stream(None):
             rows = _widest_view(data)
             slots_T = self.slots_T(span)
-            here = rows.to(self.device, non_blocking=True)
-            self._copy(self.layers(span.group, rows.dtype), slots_T, here, False)
+            local_rows = rows.to(self.device, non_blocking=True)
+            self._copy(self.layers(span.group, rows.dtype), slots_T, local_rows, False)
 
     def layers(self, group: Group, dtype: torch.dtype) -> list[Tensor]:
         """Return the layers of a group as ``[num_slots, W]`` views with integers of ``dtype``."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tandem.kv_transfer.pull import PullState
 
 _STRIDE, *_MIX = (
-    one - (1 << 64) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+    constant - (1 << 64)
+    for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 PARTS_PER_PASS = 64
 """Maximum parts in one pass; bounds the temporary copies of the entries that are read."""

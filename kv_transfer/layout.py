@@ -65,7 +65,9 @@ class Layout:
 
     def compatibility_facts(self) -> tuple[str, ...]:
         """Return one line per property of the format, identical on every machine."""
-        groups = (f"{one.name}: {one.num_layers} x {one.bytes_per_token} B" for one in self.groups)
+        groups = (
+            f"{group.name}: {group.num_layers} x {group.bytes_per_token} B" for group in self.groups
+        )
         features = (f"features: {self.num_features}",) if self.num_features else ()
         more = (f"by: {self.computed_by}",) if self.computed_by else ()
         of_all = f"protocol: {self.protocol}", f"model: {self.model}", f"dtype: {self.dtype}"

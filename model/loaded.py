@@ -84,7 +84,9 @@ class LoadedModel:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of all caches per token."""
-        return self.dtype.itemsize * sum(one.num_layers * one.width for one in self.cache_groups)
+        return self.dtype.itemsize * sum(
+            group.num_layers * group.width for group in self.cache_groups
+        )
 
     def allocate_caches(self, num_pages: int, page_size: int) -> Caches:
         """Allocate zeroed caches. Slots that are read before any write are therefore finite."""
@@ -159,8 +161,8 @@ def load_model(
                 f"{path} or speculation.draft_model_path was written to while it was read; wait "
                 "until it is whole, and put another checkpoint into another folder"
             )
-    kept = ", FP8 ones stay FP8" if keep_fp8 else ""
-    log.info("weights and cache are %s%s, kernels %s", dtype, kept, kernels.name)
+    fp8_note = ", FP8 ones stay FP8" if keep_fp8 else ""
+    log.info("weights and cache are %s%s, kernels %s", dtype, fp8_note, kernels.name)
     process_weights_after_loading(network, kernels)
     drafter.process_weights_after_loading(kernels)
     drafter.check(config.kv.page_size, max_model_len)

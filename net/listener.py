@@ -40,7 +40,7 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._handshakes = PendingHandshakes[asyncio.StreamWriter](
-            num_bytes, lambda one: one.transport.abort()
+            num_bytes, lambda connection: connection.transport.abort()
         )
 
     async def listen(self) -> PortAddress:

@@ -69,12 +69,12 @@ def find_interface(host: str) -> str:
 
     Raises ValueError if no interface has it.
     """
-    wanted = host
+    wanted_address = host
     with suppress(OSError):
-        wanted = socket.gethostbyname(host)
+        wanted_address = socket.gethostbyname(host)
     found = {name: ip for _, name in socket.if_nameindex() if (ip := _address(name))}
     for name, address in found.items():
-        if address == wanted:
+        if address == wanted_address:
             return name
     raise ValueError(
         f"kv_transfer.host={host!r} is no IPv4 address of an interface here, which NCCL needs; "

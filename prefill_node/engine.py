@@ -296,7 +296,7 @@ def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
     """Build the sampling settings of ``requests``, one row each."""
     settings = [request.sampling for request in requests]
     rules = None
-    if any(one.adjusts_logits for one in settings):
+    if any(sampling.adjusts_logits for sampling in settings):
         rules = no_rules(len(requests), loaded.config.vocab_size, loaded.device)
         for row, request in enumerate(requests):
             stops = stop_ids(request.sampling, loaded.config.eos_token_ids)

@@ -50,7 +50,7 @@ class PrefillRank:
         parts.loop.add(self.engine)
         methods: Methods = {
             "prefill": (Prefill, self._prefill),
-            "cancel": (Identity, lambda one: self.source.fail(one, "it was cancelled")),
+            "cancel": (Identity, lambda identity: self.source.fail(identity, "it was cancelled")),
             "heartbeat": (None, self._heartbeat),
             "ping": (None, lambda _: self.loop.call(lambda: None)),
             CALL_ADDRESS: (None, lambda _: self._server.listen()),

@@ -100,11 +100,11 @@ class Scheduler:
         if not self._waiting:
             return []
         first, *others = self._waiting
-        behind = [one for one in others if not (first.is_suspect or one.is_suspect)]
+        behind = [other for other in others if not (first.is_suspect or other.is_suspect)]
         left = self._max_batch_tokens
         allowed = max(1, left - left // SHORT_PROMPT_SHARE) if behind else left
         chunks: list[Chunk] = []
-        for sequence in (first, *sorted(behind, key=lambda one: one.num_left)):
+        for sequence in (first, *sorted(behind, key=lambda sequence: sequence.num_left)):
             if allowed <= 0:
                 break
             num_tokens = self._chunk_size(sequence.num_left, allowed)

@@ -54,8 +54,8 @@ class RankParts:
     def transfer_caches(self) -> transfer.PagedCaches:
         """Return the caches as the KV transfer sees them; the memory is shared."""
         loaded = self.loaded
-        asked = self.config.speculation
-        num_features = loaded.drafter.num_handover_features if asked.handover_hidden else 0
+        spec_config = self.config.speculation
+        num_features = loaded.drafter.num_handover_features if spec_config.handover_hidden else 0
         what = loaded.dtype_name, loaded.digest, num_features, loaded.drafter.identity
         copy = loaded.kernels.copy_rows
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)

@@ -99,14 +99,14 @@ class RankActor:
         self, spec: RankSpec, resident_model: Any, rendezvous: Rendezvous | None
     ) -> Rank:
         parts = import_module("tandem.runtime.parts")
-        given = (
+        arguments = (
             spec,
             resident_model,
             rendezvous,
             self._planner_server,
             self._state.crash_journal_path,
         )
-        return await parts.start_rank(self.builder, *given, **self.build_options)
+        return await parts.start_rank(self.builder, *arguments, **self.build_options)
 
     async def open_rendezvous(self) -> bytes:
         """Start the planner of a new epoch on rank 0; return the packed Rendezvous."""
@@ -119,12 +119,12 @@ class RankActor:
         """Start to join the epoch of ``spec``. ``get_state`` reports when the rank is ready."""
         if self._state.is_joined or self._rank is not None:
             await self.leave()
-        told = unpack(RankSpec, spec)
+        rank_spec = unpack(RankSpec, spec)
         where = unpack(Rendezvous, rendezvous)
-        max_seen = self._state.max_seen[0], max(self._state.max_seen[1], told.epoch)
-        self._spec = told
+        max_seen = self._state.max_seen[0], max(self._state.max_seen[1], rank_spec.epoch)
+        self._spec = rank_spec
         self._state = replace(
-            self._state, spec=told, max_seen=max_seen, is_joined=True, epoch_end_cause=None
+            self._state, spec=rank_spec, max_seen=max_seen, is_joined=True, epoch_end_cause=None
         )
         self._joining = asyncio.create_task(self._join(where))
 
@@ -200,8 +200,8 @@ class RankActor:
         loaded = self._resident_model.loaded
         sent = loaded.dispatch.num_sent_rows
         rows = sent() if self._rank is None else await self._rank.loop.call(sent)
-        told = tuple(map(tuple, rows)), loaded.dispatch.placement, loaded.config.n_group
-        return pack(ExpertRows(*told))
+        expert_rows = tuple(map(tuple, rows)), loaded.dispatch.placement, loaded.config.n_group
+        return pack(ExpertRows(*expert_rows))
 
     async def placement(self) -> bytes:
         """Return the packed Placement with which the process was started."""
@@ -221,10 +221,12 @@ class RankActor:
     def _fail(self, error: BaseException) -> None:
         """Record the end of the epoch, or the permanent failure of the rank."""
         before = self._state
-        told = to_failure(error)
+        failure = to_failure(error)
         is_over = isinstance(error, EpochEnded)
         self._state = (
-            replace(before, epoch_end_cause=told) if is_over else replace(before, failure=told)
+            replace(before, epoch_end_cause=failure)
+            if is_over
+            else replace(before, failure=failure)
         )
 
     async def _load(self) -> None:

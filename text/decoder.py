@@ -96,9 +96,9 @@ class ByteFallbackDecoder:
 
     def _strip(self, text: str) -> str:
         head = text[: self._num_left]
-        kept = head.lstrip(self._stripped)
-        self._num_left = 0 if kept else self._num_left - len(head)
-        return kept + text[len(head) :]
+        stripped = head.lstrip(self._stripped)
+        self._num_left = 0 if stripped else self._num_left - len(head)
+        return stripped + text[len(head) :]
 
 
 def read_decoder(whole: _Decoder | None) -> Callable[[], Decoder]:

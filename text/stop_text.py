@@ -98,10 +98,10 @@ class StopText:
 
     def finish(self) -> str:
         """End the text and return the part that was held back."""
-        held = self._held
+        withheld = self._held
         self._held = ""
         self._node = self._root
-        return held
+        return withheld
 
 
 class AnswerText:

@@ -22,8 +22,8 @@ def read_think_ids(path: Path, names: tuple[str, str]) -> ThinkIds | None:
     tokenizer = read_tokenizer(path)
     if tokenizer is None:
         return None
-    begin, end = (tokenizer.token_to_id(name) for name in names)
-    return None if begin is None or end is None else (begin, end)
+    begin_id, end = (tokenizer.token_to_id(name) for name in names)
+    return None if begin_id is None or end is None else (begin_id, end)
 
 
 def is_thinking_at_start(

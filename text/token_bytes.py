@@ -36,8 +36,8 @@ def max_token_bytes(tree: dict[str, Any]) -> int | None:
 def _is_byte_level(pre_tokenizer: dict[str, Any]) -> bool:
     """Return whether the pre-tokenizer maps bytes to characters and drops no text."""
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    kept = all(
+    is_every_byte_kept = all(
         step.get("type") in ("ByteLevel", "Digits") or step.get("behavior") in _LOSSLESS_BEHAVIORS
         for step in steps
     )
-    return kept and any(step["type"] == "ByteLevel" for step in steps)
+    return is_every_byte_kept and any(step["type"] == "ByteLevel" for step in steps)

@@ -95,7 +95,7 @@ async def _compare(options: BenchOptions) -> None:
         print(text, flush=True)
     else:
         compare.show(Console(highlight=False), found)
-    _report_failures([one.arm for one in found])
+    _report_failures([comparison.arm for comparison in found])
 
 
 def _progress() -> Progress:

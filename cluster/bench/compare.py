@@ -32,7 +32,10 @@ class ComparisonResult:
 
 def set_options(options: BenchOptions, keys: str) -> list[str]:
     """Return the ``--set`` items of the cluster with the speculation keys ``keys``."""
-    return [*(options.sets or []), *(f"speculation.{one.strip()}" for one in keys.split(","))]
+    return [
+        *(options.sets or []),
+        *(f"speculation.{setting.strip()}" for setting in keys.split(",")),
+    ]
 
 
 async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonResult]:
@@ -65,21 +68,25 @@ def show(console: Console, results: Sequence[ComparisonResult]) -> None:
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     first = results[0].tpot_ms
-    for one in results:
-        metrics = one.arm.metrics
-        seen = one.arm.acceptance
+    for result in results:
+        metrics = result.arm.metrics
+        acceptance = result.arm.acceptance
         tpot = metrics.tpot_ms
-        values: list[float | None] = [seen.nodes_per_step, seen.accepted_length, metrics.step_ms]
+        values: list[float | None] = [
+            acceptance.nodes_per_step,
+            acceptance.accepted_length,
+            metrics.step_ms,
+        ]
         if tpot is None:
             values += [None] * 4
         else:
             speed_up = first / tpot.mean if isfinite(first) else None
             values += [tpot.mean, tpot.p99, metrics.output_tokens_per_s, speed_up]
-        keys = one.keys.replace(",", ", ")
+        keys = result.keys.replace(",", ", ")
         table.add_row(keys, *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
     console.print("drafts and tokens are those of a step, speed-up that of ms/token", style="dim")
-    best = min(results, key=lambda one: one.tpot_ms)
+    best = min(results, key=lambda result: result.tpot_ms)
     if not isfinite(best.tpot_ms):
         return
     sets = " ".join(f"--set {item}" for item in set_options(BenchOptions(), best.keys))
@@ -91,10 +98,10 @@ def as_json(options: BenchOptions, results: Sequence[ComparisonResult]) -> str:
     """Return the JSON object ``{"options", "runs": [{"keys", "metrics", "acceptance"}]}``."""
     runs = [
         {
-            "keys": one.keys,
-            "metrics": asdict(one.arm.metrics),
-            "acceptance": asdict(one.arm.acceptance),
+            "keys": result.keys,
+            "metrics": asdict(result.arm.metrics),
+            "acceptance": asdict(result.arm.acceptance),
         }
-        for one in results
+        for result in results
     ]
     return json.dumps({"options": asdict(options), "runs": runs}, default=str)

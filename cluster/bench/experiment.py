@@ -202,10 +202,10 @@ def speedups(
 def _speedups(
     arm: Arm, base: Arm | None, cost_ratio: float | None, draft_flops_ratio: float
 ) -> Speedups:
-    seen = arm.acceptance
-    num_drafts = seen.num_drafts
-    num_nodes = seen.num_drafts * seen.nodes_per_depth
-    fitted = 0.0 if seen.fitted is None else seen.fitted
+    acceptance = arm.acceptance
+    num_drafts = acceptance.num_drafts
+    num_nodes = acceptance.num_drafts * acceptance.nodes_per_depth
+    fitted = 0.0 if acceptance.fitted is None else acceptance.fitted
     own = fitted, num_drafts, draft_flops_ratio, num_nodes
 
     def model(share: float | None) -> float | None:
@@ -218,8 +218,8 @@ def _speedups(
     pairs = [] if base is None else list(zip(base.runs, arm.runs, strict=True))
     return Speedups(
         cost_ratio=cost_ratio,
-        model_first=model(seen.first),
-        model_fitted=model(seen.fitted),
+        model_first=model(acceptance.first),
+        model_fitted=model(acceptance.fitted),
         measured=None if base is None else _tpot_ratio(base.runs, arm.runs),
         measured_per_round=tuple(_tpot_ratio([before], [after]) for before, after in pairs),
         operations=speculation.operations(*own),

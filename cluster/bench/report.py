@@ -74,8 +74,10 @@ def latency_table(arm: Arm) -> Table:
     title = f"{_drafts(arm)}: {arm.metrics.num_ok} answers in {arm.metrics.duration_s:.1f} s"
     table = _table("ms", ["mean", "p50", "p90", "p99"], title)
     for name, label in LATENCIES.items():
-        one: Distribution | None = getattr(arm.metrics, name)
-        table.add_row(label, *map(_number, [None] * 4 if one is None else astuple(one)))
+        distribution: Distribution | None = getattr(arm.metrics, name)
+        table.add_row(
+            label, *map(_number, [None] * 4 if distribution is None else astuple(distribution))
+        )
     return table
 
 
@@ -111,16 +113,22 @@ def speculation_table(
     Alpha is shown for chains only, and only if ``is_alpha_known``.
     """
     table = _table("speculation", [_drafts(arm) for arm in arms], "")
-    seen = [arm.acceptance for arm in arms]
-    shares = [" ".join(f"{share:.1%}" for share in one.per_position) or "-" for one in seen]
+    acceptances = [arm.acceptance for arm in arms]
+    shares = [
+        " ".join(f"{share:.1%}" for share in acceptance.per_position) or "-"
+        for acceptance in acceptances
+    ]
     table.add_row("accepted by position", *shares)
-    alphas = [one.alpha if is_alpha_known and one.nodes_per_depth == 1 else None for one in seen]
+    alphas = [
+        acceptance.alpha if is_alpha_known and acceptance.nodes_per_depth == 1 else None
+        for acceptance in acceptances
+    ]
     rows: dict[str, Sequence[float | None]] = {
-        "drafts a step": [one.nodes_per_step for one in seen],
-        "accepted length, tokens/step": [one.accepted_length for one in seen],
+        "drafts a step": [acceptance.nodes_per_step for acceptance in acceptances],
+        "accepted length, tokens/step": [acceptance.accepted_length for acceptance in acceptances],
         "step, ms": [arm.metrics.step_ms for arm in arms],
-        "acceptance a at position 1": [one.first for one in seen],
-        "a fitted to accepted length": [one.fitted for one in seen],
+        "acceptance a at position 1": [acceptance.first for acceptance in acceptances],
+        "a fitted to accepted length": [acceptance.fitted for acceptance in acceptances],
         "alpha = E[sum min(p, q)]": alphas,
         "c, cost of a draft in steps": [ratio.cost_ratio for ratio in ratios],
         "speed-up, model, from a at 1": [ratio.model_first for ratio in ratios],

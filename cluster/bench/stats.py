@@ -160,8 +160,8 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
     answers = [message_gaps_ms(record) for record in good]
     gaps = [gap for answer in answers for gap in answer]
     steps = Distribution.of(gap for answer in answers for gap, _ in answer[1:])
-    num_prompt = sum(one.usage.prompt for one in finished)
-    num_output = sum(one.usage.completion for one in finished)
+    num_prompt = sum(end.usage.prompt for end in finished)
+    num_output = sum(end.usage.completion for end in finished)
     use = NodeUsage.total(run.use for run in runs)
     return Metrics(
         num_ok=len(good),
@@ -174,9 +174,9 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
         input_tokens_per_s=num_prompt * per_s,
         output_tokens_per_s=num_output * per_s,
         num_prompt_tokens=num_prompt,
-        num_cached_tokens=sum(one.usage.cached for one in finished),
+        num_cached_tokens=sum(end.usage.cached for end in finished),
         num_output_tokens=num_output,
-        kv_bytes=sum(one.kv_transfer.bytes for one in finished),
+        kv_bytes=sum(end.kv_transfer.bytes for end in finished),
         ttft_ms=Distribution.of(x for x in map(ttft_ms, good) if x is not None),
         tpot_ms=Distribution.of(x for x in map(tpot_ms, good) if x is not None),
         itl_message_ms=Distribution.of(gap for gap, _ in gaps),
@@ -201,14 +201,14 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
     good = [r.finished for r in records if r.finished is not None and r.error is None]
     drafted = Counter[int]()
     accepted = Counter[int]()
-    for counts in (one.speculation for one in good):
+    for counts in (end.speculation for end in good):
         drafted.update({i: num for i, num in enumerate(counts.drafted_per_position) if num})
         accepted.update(dict(enumerate(counts.accepted_per_position)))
-    num_steps = sum(one.speculation.num_steps for one in good)
-    num_nodes = sum(one.speculation.num_nodes for one in good)
-    num_later = sum(one.usage.completion - 1 for one in good)
+    num_steps = sum(end.speculation.num_steps for end in good)
+    num_nodes = sum(end.speculation.num_nodes for end in good)
+    num_later = sum(end.usage.completion - 1 for end in good)
     length = num_later / num_steps if num_steps else None
-    num_tried = sum(map(_num_reachable_drafts, (one.speculation for one in good)))
+    num_tried = sum(map(_num_reachable_drafts, (end.speculation for end in good)))
     return Acceptance(
         num_drafts=len(drafted),
         num_steps=num_steps,

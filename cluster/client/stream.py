@@ -160,4 +160,6 @@ def _completion(pieces: Sequence[Piece]) -> Completion:
     finished = pieces[-1]
     assert isinstance(finished, Finished), f"the last piece is {finished}"
     text = "".join(piece.text for piece in pieces)
-    return Completion(text, tuple(one for piece in pieces for one in piece.token_ids), finished)
+    return Completion(
+        text, tuple(token_id for piece in pieces for token_id in piece.token_ids), finished
+    )

@@ -46,7 +46,7 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
     results = []
     async with ray_session.ray_session(ray_address):
         gangs = await members.find_gangs()
-        known = [one.name for one in gangs if len(one.members) > 1]
+        known = [gang.name for gang in gangs if len(gang.members) > 1]
         if wrong := [name for name in names if name not in known]:
             fail("NOT_FOUND", f"--gang={wrong[0]}: ready gangs of several ranks are {known}")
         if not known:
@@ -58,7 +58,7 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
                 if not as_json:
                     print(_format_result(results[-1]), flush=True)
     if as_json:
-        print(json.dumps({"gangs": [asdict(one) for one in results]}))
+        print(json.dumps({"gangs": [asdict(result) for result in results]}))
 
 
 def _format_result(result: "RebalanceResult") -> str:

@@ -180,12 +180,12 @@ class Controller:
         gangs = adoptable_ranks(
             [state for state in states if configs[state.config_json] is not None]
         )
-        kept = [state for gang in gangs.values() for state in gang]
-        names = {state.spec.process_name for state in kept}
+        adopted = [state for gang in gangs.values() for state in gang]
+        names = {state.spec.process_name for state in adopted}
         for rank in [rank for rank in ranks if rank.name not in names]:
             log.warning("%s is of no gang that goes on: ended", rank.name)
             rank.kill()
-        await asyncio.to_thread(remove_placement_groups, [state.spec for state in kept])
+        await asyncio.to_thread(remove_placement_groups, [state.spec for state in adopted])
         placed = {}
         for gang, (first, *_) in gangs.items():
             if first.placement:
@@ -194,7 +194,7 @@ class Controller:
         # Nothing fails from here on: seen[0] > 0 means that adoption is complete.
         incarnation = max(int(time.time()), *(1 + state.max_seen[0] for state in states), 1)
         self._epochs.seen = incarnation, max((state.max_seen[1] for state in states), default=0)
-        if kept and (config := configs[kept[0].config_json]) is not None:
+        if adopted and (config := configs[adopted[0].config_json]) is not None:
             self._configure(config)
         for name, supervisor in self._gangs.items():
             found = gangs.get(name, [])

@@ -102,7 +102,9 @@ def check_states(states: Sequence[RankState]) -> None:
     ends = [state.epoch_end_cause for state in states if state.epoch_end_cause is not None]
     if ends:
         # The rank that ended the epoch knows more than those that only noticed it.
-        raise EpochOver(to_error(min(ends, key=lambda one: one.kind != ProgramFailed.__name__)))
+        raise EpochOver(
+            to_error(min(ends, key=lambda failure: failure.kind != ProgramFailed.__name__))
+        )
     stuck = [
         state.engine_progress
         for state in states
@@ -147,7 +149,7 @@ def laggard(states: Sequence[RankState]) -> RankState:
     known = [
         (state.engine_progress, state) for state in states if state.engine_progress is not None
     ]
-    return min(known, key=lambda one: (one[0].position, not one[0].is_stalled))[1]
+    return min(known, key=lambda candidate: (candidate[0].position, not candidate[0].is_stalled))[1]
 
 
 def has_failed(state: RankState) -> bool:

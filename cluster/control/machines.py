@@ -175,9 +175,9 @@ def _list_machines() -> list[Machine]:
     free = free_resources_by_node()
     gone = draining_nodes()
     return [
-        Machine(one["Labels"], one["Resources"], free.get(one["NodeID"], {}))
-        for one in ray.nodes()
-        if one["Alive"] and one["NodeID"] not in gone
+        Machine(node["Labels"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in gone
     ]
 
 
@@ -213,15 +213,17 @@ def _read_crash_report_remotely(state: RankState) -> CrashReport:
     placed = ray.util.placement_group_table(
         get_placement_group(_placement_group_name(spec.gang, placement_group_epoch_of(spec)))
     )["bundles_to_node_id"]
-    there = scheduling.NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
-    task: Any = ray.remote(_read_crash_report).options(num_cpus=0, scheduling_strategy=there)
+    strategy = scheduling.NodeAffinitySchedulingStrategy(placed[spec.rank], soft=False)
+    task: Any = ray.remote(_read_crash_report).options(num_cpus=0, scheduling_strategy=strategy)
     reply = task.remote(state.log_path, state.crash_journal_path)
     return unpack(CrashReport, ray.get(reply, timeout=CRASH_REPORT_TIMEOUT_S))
 
 
 def _rank_hosts(group: Any, host: str) -> list[str]:
     placed = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    addresses = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+    addresses = {
+        node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]
+    }
     found = [placed.get(index, "") for index in range(group.bundle_count)]
     if lost := [index for index, machine in enumerate(found) if machine not in addresses]:
         # Ray reschedules the bundles of a lost machine; the other ranks keep theirs.

@@ -52,8 +52,8 @@ def main() -> None:
     while not is_over:
         is_over = bool(select.select([0], [], [], SCAN_PERIOD_S)[0])
         alive = {pid: started for pid, started in known.items() if started_at(pid) == started}
-        seen = {pid for root in (*roots, *alive) for pid in (root, *descendants(root))}
-        known = alive | {pid: started for pid in seen if (started := started_at(pid)) is not None}
+        family = {pid for root in (*roots, *alive) for pid in (root, *descendants(root))}
+        known = alive | {pid: started for pid in family if (started := started_at(pid)) is not None}
     for pid, started in known.items():
         if started_at(pid) == started:
             os.kill(pid, signal.SIGKILL)

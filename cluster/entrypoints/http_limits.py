@@ -22,7 +22,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._start_clock()
         if len(self.connections) > MAX_HTTP_CONNECTIONS:
-            oldest: Any = min(self.connections, key=lambda one: one.since)  # type: ignore[union-attr]
+            oldest: Any = min(self.connections, key=lambda connection: connection.since)  # type: ignore[union-attr]
             oldest.transport.abort()
             self.connections.discard(oldest)
 

@@ -31,7 +31,7 @@ class Probes(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         handlers = self.livez, self.readyz, self.metrics
-        routes = [Route(f"/{one.__name__}", one) for one in handlers]
+        routes = [Route(f"/{handler.__name__}", handler) for handler in handlers]
         self.app = Starlette(
             routes=routes, middleware=[Middleware(GZipMiddleware, compresslevel=5)]
         )

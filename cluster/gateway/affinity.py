@@ -36,7 +36,7 @@ class PrefixAffinity:
     def remember(self, token_ids: Sequence[int], rank: str) -> None:
         """Record that ``rank`` receives ``token_ids``."""
         for key in prefix_digests(token_ids, STRIDE):
-            others = (one for one in self._ranks.get(key, ()) if one != rank)
+            others = (other for other in self._ranks.get(key, ()) if other != rank)
             self._ranks[key] = (rank, *others)[:MAX_RANKS]
             self._ranks.move_to_end(key)
         while len(self._ranks) > self._max_keys:

@@ -134,10 +134,12 @@ class Answer:
         if len(resumed) > self.max_output_tokens:
             remedy = f"an answer to this request has at most {self.max_output_tokens} tokens"
             refuse("len(resume_token_ids)", len(resumed), remedy)
-        kept, self.finish_reason = truncate_at_stop(resumed, self._stop_ids, self.max_output_tokens)
-        if kept != resumed:
-            field = f"resume_token_ids[{len(kept) - 1}]"
-            refuse(field, kept[-1], "ends the answer, but more tokens follow")
+        kept_ids, self.finish_reason = truncate_at_stop(
+            resumed, self._stop_ids, self.max_output_tokens
+        )
+        if kept_ids != resumed:
+            field = f"resume_token_ids[{len(kept_ids) - 1}]"
+            refuse(field, kept_ids[-1], "ends the answer, but more tokens follow")
         self._text.push(resumed)
         if self._text.is_stopped:
             self.finish_reason = STOP

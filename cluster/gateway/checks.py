@@ -155,16 +155,16 @@ def check_count(field: str, values: _Items, max_items: int = 0) -> _Items:
     return values
 
 
-def request_id(given: str) -> str:
+def request_id(client_id: str) -> str:
     """Return the client's request id, or a generated one if it is "".
 
     Raises:
         ValueError: The id is too long, or has spaces or unprintable characters.
     """
-    if len(given) > MAX_REQUEST_ID_LEN or not given.isprintable() or " " in given:
+    if len(client_id) > MAX_REQUEST_ID_LEN or not client_id.isprintable() or " " in client_id:
         remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
-        refuse("request_id", given[: MAX_REQUEST_ID_LEN + 1], remedy)
-    return given or uuid.uuid4().hex
+        refuse("request_id", client_id[: MAX_REQUEST_ID_LEN + 1], remedy)
+    return client_id or uuid.uuid4().hex
 
 
 def _prompt_ids(

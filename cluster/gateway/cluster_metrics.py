@@ -114,7 +114,7 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
             name=name,
             text=text,
             labels=RANK_LABELS,
-            samples=[(names, one[key]) for names, one in counters if key in one],
+            samples=[(names, values[key]) for names, values in counters if key in values],
         )
     used = [(names, 1 - r.load.num_free_tokens / r.info.max_tokens) for names, r in ranks]
     yield gauge(

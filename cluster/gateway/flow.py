@@ -106,8 +106,8 @@ async def _request_grant(request: Request, pair: AttemptRoute, session: int) -> 
 async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int) -> TransferStats:
     info = pair.prefill.info
     owner = pair.prefill.info.spec
-    place = owner.process_name, owner.rank_name, owner.epoch
-    offer = Offer(PROTOCOL, *place, pair.identity, info.caches, num_tokens)
+    address = owner.process_name, owner.rank_name, owner.epoch
+    offer = Offer(PROTOCOL, *address, pair.identity, info.caches, num_tokens)
     message = on_decode.Start(
         identity=pair.identity, request=request, offer=offer, is_suspect=pair.is_suspect
     )

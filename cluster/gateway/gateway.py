@@ -87,7 +87,8 @@ class ClusterGateway:
             ValueError: The request can never be served.
         """
         answers = [
-            self._make_answer(index, asked) for index, asked in enumerate(split_request(request))
+            self._make_answer(index, answer_request)
+            for index, answer_request in enumerate(split_request(request))
         ]
         if not all(answer.is_finished for answer in answers):
             self._admit(answers)

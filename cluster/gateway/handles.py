@@ -107,12 +107,15 @@ class Inboxes:
                 to be
             aborted again.
         """
-        held = dict.fromkeys(alive)
-        for identity in [one for one in expected if one not in held]:
+        alive_identities = dict.fromkeys(alive)
+        for identity in [identity for identity in expected if identity not in alive_identities]:
             lost = Failure("RankLost", f"decode rank {self._rank} no longer holds {identity}")
             self.deliver([SequenceUpdate(identity, (), ERROR, failure=lost)])
-        before, self._orphans = self._orphans, {one: None for one in held if one not in self.queues}
-        return [one for one in self._orphans if one in before]
+        orphans_before = self._orphans
+        self._orphans = dict.fromkeys(
+            identity for identity in alive_identities if identity not in self.queues
+        )
+        return [identity for identity in self._orphans if identity in orphans_before]
 
 
 class RankHandle:
@@ -247,8 +250,8 @@ class AttemptRoute:
                 (rank, rank.release(method, self.identity)) for rank, method in releases
             ]
             waited_for = (
-                asyncio.shield(one)
-                for rank, one in releases_by_rank
+                asyncio.shield(release)
+                for rank, release in releases_by_rank
                 if rank.liveness.answering.is_set()
             )
             await asyncio.gather(*waited_for, return_exceptions=True)

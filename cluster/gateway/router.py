@@ -52,5 +52,5 @@ def check_fit(prefill: RankHandle, decode: RankHandle) -> None:
     try:
         check_compatible(prefill.info.caches, decode.info.caches)
     except LayoutMismatch as error:
-        names = (f"{one.epoch_name} (drafter {one.info.drafter})" for one in (prefill, decode))
+        names = (f"{rank.epoch_name} (drafter {rank.info.drafter})" for rank in (prefill, decode))
         raise ValueError(f"{', '.join(names)}: {error}") from error

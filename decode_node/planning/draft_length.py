@@ -174,7 +174,7 @@ class StepCostModel:
             [self.acceptance_rates[transition] for transition in transitions]
             for transitions in self.transitions.by_shape
         )
-        return [[*accumulate(accumulate(one, mul, initial=1.0))] for one in acceptance_rates]
+        return [[*accumulate(accumulate(rates, mul, initial=1.0))] for rates in acceptance_rates]
 
     def next_unprofiled(self, sizes: Sequence[int]) -> tuple[int, int] | None:
         """Return the row bucket and shape to profile next, smallest first, or None.
@@ -295,7 +295,10 @@ def _tokens_per_s(
 ) -> list[float]:
     """Return the expected tokens per second of all rows, by shape. 0 if the time is unknown."""
     limits = [(limit, num) for limit, num in enumerate(wanted) if num]
-    tokens = (sum(num * one[min(len(one) - 1, limit)] for limit, num in limits) for one in expected)
+    tokens = (
+        sum(num * expected_tokens[min(len(expected_tokens) - 1, limit)] for limit, num in limits)
+        for expected_tokens in expected
+    )
     return [num / s if s else 0.0 for num, s in zip(tokens, size.step_s, strict=True)]
 
 

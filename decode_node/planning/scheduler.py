@@ -60,7 +60,11 @@ class Scheduler:
 
     @property
     def running(self) -> list[RunningSequence]:
-        return [one for one in self.sequences.values() if isinstance(one, RunningSequence)]
+        return [
+            sequence
+            for sequence in self.sequences.values()
+            if isinstance(sequence, RunningSequence)
+        ]
 
     def enqueue(self, identity: Identity, size: RequestSize) -> None:
         """Add a request to the queue for a row and pages, which ``grant`` serves.
@@ -158,19 +162,19 @@ class Scheduler:
         Row and pages are freed once no step in flight may access them.
         """
         self.queue.discard(identity)
-        one = self.sequences.pop(identity, None)
-        if one is None:
+        sequence = self.sequences.pop(identity, None)
+        if sequence is None:
             return False
-        self._running_by_row[one.row] = None
-        if isinstance(one, RunningSequence) and one.num_in_flight:
-            self._ending.add(one)
+        self._running_by_row[sequence.row] = None
+        if isinstance(sequence, RunningSequence) and sequence.num_in_flight:
+            self._ending.add(sequence)
         else:
-            self._release(one)
+            self._release(sequence)
         return True
 
     def are_running(self, sequences: Sequence[RunningSequence]) -> list[bool]:
         """Return for each sequence whether it has not ended."""
-        return [self._running_by_row[one.row] is one for one in sequences]
+        return [self._running_by_row[sequence.row] is sequence for sequence in sequences]
 
     @property
     def has_running(self) -> bool:
@@ -189,9 +193,9 @@ class Scheduler:
                 self._ending.remove(sequence)
                 self._release(sequence)
 
-    def _release(self, one: GrantedSequence | RunningSequence) -> None:
-        self._pool.release(one.pages)
-        self._free_rows.append(one.row)
+    def _release(self, sequence: GrantedSequence | RunningSequence) -> None:
+        self._pool.release(sequence.pages)
+        self._free_rows.append(sequence.row)
 
     def must_preempt(self) -> bool:
         """Return whether ``grow_or_preempt`` would have to preempt a sequence."""
@@ -250,8 +254,8 @@ class Scheduler:
         return sum(s.limits.max_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing_pages(self, sequence: RunningSequence) -> int:
-        wanted = min(self._num_pages(sequence.num_known), sequence.limits.max_pages)
-        return max(0, wanted - len(sequence.pages))
+        num_wanted = min(self._num_pages(sequence.num_known), sequence.limits.max_pages)
+        return max(0, num_wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
         """Return the pages needed for ``num_tokens`` known tokens and two more steps."""

@@ -48,9 +48,9 @@ def merge_traits(traits: Iterable[SamplingTraits]) -> SamplingTraits:
     """Return the traits of a program that supports all of ``traits``."""
     found = list(traits)
     return SamplingTraits(
-        all(one.all_greedy for one in found),
-        any(one.has_logit_rules for one in found),
-        program_rule_names(kind for one in found for kind in one.rule_names),
+        all(own.all_greedy for own in found),
+        any(own.has_logit_rules for own in found),
+        program_rule_names(rule for own in found for rule in own.rule_names),
     )
 
 
@@ -154,14 +154,16 @@ def proposal_for(sequences: Sequence[RunningSequence], max_depth: int, **fields:
     ``max_depth`` is the rank's maximum draft depth; ``fields`` are the remaining Proposal fields.
     """
     limits = [sequence.draft_limit for sequence in sequences]
-    settings = [one.request.sampling for one in sequences]
+    settings = [sequence.request.sampling for sequence in sequences]
     traits = SamplingTraits(
-        all_greedy=all(one.temperature == 0 for one in settings),
-        has_logit_rules=any(one.adjusts_logits for one in settings),
-        rule_names=program_rule_names(one.request.speculation.acceptance for one in sequences),
+        all_greedy=all(sampling.temperature == 0 for sampling in settings),
+        has_logit_rules=any(sampling.adjusts_logits for sampling in settings),
+        rule_names=program_rule_names(
+            sequence.request.speculation.acceptance for sequence in sequences
+        ),
     )
-    backlog = max((one.backlog for one in sequences), default=0)
-    num_context = sum(one.num_known for one in sequences) // max(1, len(sequences))
+    backlog = max((sequence.backlog for sequence in sequences), default=0)
+    num_context = sum(sequence.num_known for sequence in sequences) // max(1, len(sequences))
     num_rows_by_limit = tuple(map(limits.count, range(max_depth + 1)))
     return Proposal(num_rows_by_limit, backlog, traits, num_context=num_context, **fields)
 

@@ -67,7 +67,8 @@ class StepPlanner:
             self._program_table.mark_uncapturable(proposal.uncapturable)
         if self._is_adaptive:
             draft_length.record_reports(
-                self._costs, [one.report for one in proposals if one.report is not None]
+                self._costs,
+                [proposal.report for proposal in proposals if proposal.report is not None],
             )
         if any(proposal.num_rows for proposal in proposals):
             num_context = max(proposal.num_context for proposal in proposals)
@@ -81,7 +82,7 @@ class StepPlanner:
 
     def _choose_key(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
         """Choose the step key for all ranks, at least one of which has rows."""
-        num_rows = bucket_for(max(one.num_rows for one in proposals), self._buckets)
+        num_rows = bucket_for(max(proposal.num_rows for proposal in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
         level = self._draft_length(self._costs, (num_rows, num_context), [*map(sum, columns)])
         backlog = max(proposal.backlog for proposal in proposals)

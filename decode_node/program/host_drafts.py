@@ -104,7 +104,7 @@ def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
     parents_BN = drafts.parents_BN
     num_B = like_BN.new_full((num_rows,), num_drafts) if num_B is None else num_B
     tensors = (tokens_BN, num_B, q_BNV, parents_BN)
-    shapes = [None if one is None else tuple(one.shape) for one in tensors]
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     expected_shapes = [
         (num_rows, num_drafts),
         (num_rows,),

@@ -113,7 +113,7 @@ class Launcher:
         depth = self._levels[key.shape_index].depth
         self._loaded.dispatch.is_counting = step.plan.purpose == SERVE
         result = self.programs.run(step)
-        num_logprobs = [one.request.sampling.logprobs for one in step.sequences]
+        num_logprobs = [sequence.request.sampling.logprobs for sequence in step.sequences]
         max_logprobs = max((num for num in num_logprobs if num is not None), default=None)
         logprobs = None
         if max_logprobs is not None:
@@ -141,7 +141,7 @@ class Launcher:
             return None
         more = self._levels[key.shape_index].num_slots - 1
         bounds = (
-            min(self._pool.num_pages_for(one.max_num_known + more), len(one.pages))
-            for one in sequences
+            min(self._pool.num_pages_for(sequence.max_num_known + more), len(sequence.pages))
+            for sequence in sequences
         )
         return max(bounds, default=1)

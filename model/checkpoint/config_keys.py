@@ -109,7 +109,9 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
             )
         values.setdefault(key, value)
         names.setdefault(key, name)
-    sections = [{_key(name) for name, _ in _flat({one: raw.get(one)})} for one in _SECTIONS[:2]]
+    sections = [
+        {_key(name) for name, _ in _flat({section: raw.get(section)})} for section in _SECTIONS[:2]
+    ]
     problems += [
         f"{names[key]} = {values[key]!r:.80}: is in one of rope_scaling and rope_parameters only; "
         "keep the right one of them"

@@ -33,12 +33,16 @@ def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[A
     Ids outside the vocabulary are dropped with a warning.
     """
     lists = [value if isinstance(value, list) else [value] for value in values]
-    ids = [one for listed in lists for one in listed if one is not None]
-    are_numbers = type(vocab_size) is int and all(type(one) is int for one in ids)
-    beyond = [one for one in ids if are_numbers and not 0 <= one < vocab_size]
+    ids = [token_id for listed in lists for token_id in listed if token_id is not None]
+    are_numbers = type(vocab_size) is int and all(type(token_id) is int for token_id in ids)
+    beyond = [token_id for token_id in ids if are_numbers and not 0 <= token_id < vocab_size]
     if beyond:
         log.warning("%s: eos_token_id %s: beyond vocab_size = %s", origin, beyond, vocab_size)
-    return [one for i, one in enumerate(ids) if one not in ids[:i] and one not in beyond]
+    return [
+        token_id
+        for i, token_id in enumerate(ids)
+        if token_id not in ids[:i] and token_id not in beyond
+    ]
 
 
 def _ids_of_texts(folder: Path) -> list[int | None]:

@@ -31,7 +31,9 @@ class CheckpointFiles(ExitStack):
         self.path = path
         headers = read_headers(path)
         self._file_of = {name: file for file, header in headers.items() for name in header}
-        self._header = {name: one for header in headers.values() for name, one in header.items()}
+        self._header = {
+            name: entry for header in headers.values() for name, entry in header.items()
+        }
         try:
             self._files = {
                 file: self.enter_context((path / file).open("rb"))

@@ -37,8 +37,8 @@ def header_of(file: BinaryIO) -> Header:
     length = int.from_bytes(start, "little")
     try:
         content = json.loads(file.read(min(length, MAX_HEADER_BYTES)))
-        header = {name: one for name, one in content.items() if name != "__metadata__"}
-        places = [one["data_offsets"] for one in header.values()]
+        header = {name: entry for name, entry in content.items() if name != "__metadata__"}
+        places = [entry["data_offsets"] for entry in header.values()]
         end = 8 + length + max((hi for _, hi in places), default=0)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         remedy = (

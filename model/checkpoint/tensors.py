@@ -20,15 +20,15 @@ def map_tensors(function: Callable[..., Tensor], rows: Rows, *others: Any) -> Ro
 
     ``tensors`` are the tensors of the same field in ``others``.
     """
-    made: Any = rows
+    result: Any = rows
     if isinstance(rows, Tensor):
-        made = function(rows, *others)
+        result = function(rows, *others)
     elif is_dataclass(rows):
         names = [field.name for field in fields(rows)]
         trees = (rows, *others)
         parts = (map_tensors(function, *(getattr(tree, name) for tree in trees)) for name in names)
-        made = type(made)(*parts)
-    return made
+        result = type(result)(*parts)
+    return result
 
 
 def select_rows(rows: Rows, index_B: Tensor) -> Rows:
@@ -38,7 +38,7 @@ def select_rows(rows: Rows, index_B: Tensor) -> Rows:
 
 def write_rows(table: Rows, index_B: Tensor, rows: Rows) -> None:
     """Write ``rows`` to the rows ``index_B`` of ``table``, in place."""
-    map_tensors(lambda held, new: held.index_copy_(0, index_B, new), table, rows)
+    map_tensors(lambda stored, new: stored.index_copy_(0, index_B, new), table, rows)
 
 
 def upload(rows: Rows, device: torch.device) -> Rows:
@@ -53,14 +53,14 @@ def upload(rows: Rows, device: torch.device) -> Rows:
     sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in waiting)
     starts = list(accumulate(sizes, initial=0))
     packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)
-    for start, one in zip(starts, waiting, strict=True):
-        packed[start : start + one.nbytes] = one.contiguous().flatten().view(torch.uint8)
+    for start, tensor in zip(starts, waiting, strict=True):
+        packed[start : start + tensor.nbytes] = tensor.contiguous().flatten().view(torch.uint8)
     packed = packed.to(device, non_blocking=True)
     parts = (
-        packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
-        for start, one in zip(starts, waiting, strict=True)
+        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, waiting, strict=True)
     )
-    return map_tensors(lambda one: next(parts) if one.device.type == "cpu" else one, rows)
+    return map_tensors(lambda tensor: next(parts) if tensor.device.type == "cpu" else tensor, rows)
 
 
 def download(rows: Rows) -> Rows:

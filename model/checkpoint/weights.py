@@ -129,8 +129,8 @@ def load_weights(
     tensors = _materialise(module, checkpoint)
     places: dict[str, list[Tensor]] = defaultdict(list)
     for item in tensors.items():
-        for name, place in _pieces(module, *item):
-            places[prefix + name].append(place)
+        for name, target in _pieces(module, *item):
+            places[prefix + name].append(target)
     weights = set(places)
     for name in names:
         if name in places:
@@ -180,8 +180,8 @@ def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
         return
     parts = ("gate_proj", "up_proj") if fused == "gate_up" else ("down_proj",)
     for expert, matrix in zip(experts.expert_ids, tensor, strict=True):
-        for part, place in zip(parts, matrix.chunk(len(parts)), strict=True):
-            yield f"{path}.{expert}.{part}.{leaf}", place
+        for part, target in zip(parts, matrix.chunk(len(parts)), strict=True):
+            yield f"{path}.{expert}.{part}.{leaf}", target
 
 
 def _is_elsewhere(name: str, config: ModelConfig) -> bool:
@@ -201,8 +201,8 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
         tensor = _dequantised(files=files, name=name, tensor=tensor, fp8=fp8)
     elif tensor.dtype != torch.float8_e4m3fn:
         raise ValueError(f"{files.path_of(name)}: {name} is {tensor.dtype}, others are FP8")
-    for place in places:
-        place.copy_(tensor)
+    for target in places:
+        target.copy_(tensor)
 
 
 def _dequantised(

@@ -96,7 +96,7 @@ def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
     depth = beam.nodes.depth + 1
     own_bit_K = torch.ones_like(node_K) << node_K
     return Beam(
-        numbers_BK=best_BK + 1 + sum(one.tokens_BC.shape[1] for one in candidates[:-1]),
+        numbers_BK=best_BK + 1 + sum(level.tokens_BC.shape[1] for level in candidates[:-1]),
         log_probs_BK=last.log_probs_BC.gather(1, best_BK),
         scores_BK=last.scores_BC.gather(1, best_BK),
         hidden_BKD=beam.hidden_BKD.gather(1, from_BK.unsqueeze(2).expand(-1, -1, hidden_size)),
@@ -117,7 +117,7 @@ def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
     earlier.
     """
     tokens_BC, parents_BC, scores_BC = (
-        torch.cat([getattr(one, name) for one in candidates], 1)
+        torch.cat([getattr(level, name) for level in candidates], 1)
         for name in ("tokens_BC", "parents_BC", "scores_BC")
     )
     order_BC = scores_BC.argsort(dim=1, descending=True, stable=True)
@@ -135,7 +135,7 @@ def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
 
 def _drawn_from(candidates: Sequence[Candidates], best_BN: Tensor) -> Tensor | None:
     """Return the distribution [B, N, V] that each draft was sampled from, None if none was."""
-    many = [one.q_BKV for one in candidates if one.q_BKV is not None]
+    many = [level.q_BKV for level in candidates if level.q_BKV is not None]
     if not many:
         return None
     num_candidates = candidates[0].tokens_BC.shape[1]

@@ -58,9 +58,9 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
 
 def sibling_orders(choices: Iterable[Choice]) -> list[int]:
     """Return the number of siblings that come before each path."""
-    seen: Counter[Choice] = Counter()
+    num_children: Counter[Choice] = Counter()
     orders = []
     for path in choices:
-        orders.append(seen[path[:-1]])
-        seen[path[:-1]] += 1
+        orders.append(num_children[path[:-1]])
+        num_children[path[:-1]] += 1
     return orders

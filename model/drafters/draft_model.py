@@ -139,7 +139,7 @@ class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
         """Return the shapes of ``MtpTreeDrafter`` with one more slot: entries lie one slot further
         than those of MTP."""
         found = super().draft_shapes(max_depth)
-        return tuple(replace(one, num_draft_slots=one.num_draft_slots + 1) for one in found)
+        return tuple(replace(shape, num_draft_slots=shape.num_draft_slots + 1) for shape in found)
 
 
 def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> None:

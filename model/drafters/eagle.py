@@ -72,7 +72,9 @@ class EagleDrafter(MtpDrafter):
         if not checkpoint.may_draft:
             layer.midlayer.mlp = None
             layer.lm_head = None
-            tensors = {n: one for n, one in tensors.items() if not n.startswith(_OUTPUT_PREFIXES)}
+            tensors = {
+                n: tensor for n, tensor in tensors.items() if not n.startswith(_OUTPUT_PREFIXES)
+            }
         load_parameters(module=layer, file=file, tensors=tensors, checkpoint=checkpoint)
         if config.raw_config.num_outputs != config.raw_config.vocab_size:
             layer.column_V = logit_columns(

@@ -28,7 +28,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         if file.suffix != ".safetensors":
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
-            if not all(isinstance(one, Tensor) for one in tensors.values()):
+            if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
                 raise TypeError("not tensors alone")
             return tensors
         return load_file(file)

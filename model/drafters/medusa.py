@@ -98,7 +98,7 @@ class MedusaDrafter(Drafter):
         places = torch.tensor([[path[-1] for path in choices], sibling_orders(choices)])
         places_2N = (places + torch.tensor(first)).long().to(self._device)
         self._candidate_slots |= {
-            one: (num_candidates, places_2N[:, : one.num_nodes]) for one in shapes
+            shape: (num_candidates, places_2N[:, : shape.num_nodes]) for shape in shapes
         }
         return shapes
 

@@ -44,9 +44,9 @@ class MedusaHead(nn.Module):
 def loaded_linear(weight: Tensor) -> Linear:
     """Wrap an existing weight in a ``Linear``, as after loading it from a checkpoint."""
     with torch.device("meta"):
-        made = Linear(weight.shape[1], weight.shape[0])
-    made.weight = nn.Parameter(weight, requires_grad=False)
-    return made
+        linear = Linear(weight.shape[1], weight.shape[0])
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:

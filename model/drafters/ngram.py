@@ -52,8 +52,8 @@ class NgramDrafter(TextDrafter):
         longest continuation.
         """
         oldest = spec_config.is_use_oldest or not spec_config.is_keep_all
-        made = SharedNgramDrafter if spec_config.is_public_pool else cls
-        return made(spec_config.max_matching_ngram_size, oldest=oldest)
+        drafter_class = SharedNgramDrafter if spec_config.is_public_pool else cls
+        return drafter_class(spec_config.max_matching_ngram_size, oldest=oldest)
 
     def draft(
         self,

@@ -148,9 +148,9 @@ class UserDrafter(TextDrafter):
         errors: list[BaseException] = []
         is_late = self._thread is not None and self._thread.is_alive()
         if not is_late:
-            told = [[*one] for one in texts.values()], draft_shape, found, errors
+            ids = [[*ids] for ids in texts.values()], draft_shape, found, errors
             # A daemon thread, so that the process can exit while the user's code hangs.
-            self._thread = Thread(target=self._draft_all, args=told, daemon=True)
+            self._thread = Thread(target=self._draft_all, args=ids, daemon=True)
             self._thread.start()
             self._thread.join(self._timeout_s)
             is_late = self._thread.is_alive()
@@ -196,16 +196,16 @@ def check_drafts(drafts: Any, draft_shape: DraftShape, vocab_size: int) -> Token
     tokens, parents = drafts if isinstance(drafts, tuple) else (drafts, range(len(drafts)))
     tokens = list(tokens)
     parents = list(parents)
-    if not all(type(one) is int for one in (*tokens, *parents)):
+    if not all(type(number) is int for number in (*tokens, *parents)):
         raise ValueError("drafts: they have to be ints")
     if len(tokens) > draft_shape.num_nodes or len(parents) != len(tokens):
         raise ValueError(
             f"drafts: {len(tokens)} tokens, {len(parents)} parents; use at most "
             f"{draft_shape.num_nodes}"
         )
-    if wrong := [one for one in tokens if not 0 <= one < vocab_size]:
+    if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
         raise ValueError(f"drafts: {wrong[0]} is no token id; use 0 to {vocab_size - 1}")
-    if wrong := [one for i, one in enumerate(parents) if not 0 <= one <= i]:
+    if wrong := [parent for i, parent in enumerate(parents) if not 0 <= parent <= i]:
         raise ValueError(f"parents: {wrong[0]} is no earlier node")
     if draft_shape.is_chain and parents != list(range(len(parents))):
         raise ValueError("parents: a tree where chains are drafted; set speculation.max_tree_nodes")

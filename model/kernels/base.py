@@ -219,7 +219,7 @@ class Kernels(Sampler):
         width = q_XHK.shape[2]
         context_BSL, broken_BS = zero_non_finite(gather_pages(attn.cache, attn.page_table_BP))
         context = context_BSL.unflatten(-1, (2, -1, width))
-        k_BGSK, v_BGSK = (one.transpose(1, 2) for one in context.unbind(2))
+        k_BGSK, v_BGSK = (part.transpose(1, 2) for part in context.unbind(2))
         num_groups, num_slots = k_BGSK.shape[1:3]
         q_BQGRK = _rotate_heads(q_XHK, attn).view(
             -1, num_q, num_groups, q_XHK.shape[1] // num_groups, width
@@ -280,8 +280,8 @@ class Kernels(Sampler):
             rows = slice(row, row + num)
             slots = slice(slot, slot + context)
             q, k, v = (x[None] for x in (q_HTK[:, rows], k_HSK[:, slots], v_HSK[:, slots]))
-            seen = causal_lower_right(num, context)
-            out = F.scaled_dot_product_attention(q, k, v, seen, scale=attn.scale)
+            mask = causal_lower_right(num, context)
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=attn.scale)
             spoilt_T1 = broken_S[slots].cumsum(0)[-num:, None] > 0
             out_HTV[:, rows] = out[0, ..., :num_values].masked_fill(spoilt_T1, float("nan"))
             row = row + num

@@ -68,12 +68,12 @@ def _is_intact(library: Path) -> bool:
     return code is not None and noted == hashlib.sha256(code).hexdigest().encode()
 
 
-def _publish(made: Path, target: Path) -> None:
+def _publish(built: Path, target: Path) -> None:
     """Rename a file to its final name after its bytes are on disk."""
-    made.chmod(0o600)
-    with made.open("rb") as file:
+    built.chmod(0o600)
+    with built.open("rb") as file:
         os.fsync(file)
-    made.rename(target)
+    built.rename(target)
 
 
 def _library_key(compiler: str) -> str:
@@ -108,11 +108,11 @@ def _lock_reporting_progress(lock: IO[bytes]) -> None:
 
 
 def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
-    made = library.with_suffix(f".{os.getpid()}")
+    built = library.with_suffix(f".{os.getpid()}")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     arguments = [*map(str, SOURCES), *paths, *LIBRARIES]
-    command = ["nice", compiler, *FLAGS, abi, *arguments, "-o", str(made)]
+    command = ["nice", compiler, *FLAGS, abi, *arguments, "-o", str(built)]
     log.warning("compiling kernels, once for this machine: half a minute or so")
     inputs: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, **inputs) as process:
@@ -126,10 +126,10 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
                 output = process.communicate(timeout=PROGRESS_INTERVAL_S)[0]
     if process.returncode != 0:
         raise ValueError(f"{compiler} cannot compile kernels: {output[:2000]}")
-    digest = made.with_name(f"{made.name}{DIGEST_SUFFIX}")
-    digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest())
+    digest = built.with_name(f"{built.name}{DIGEST_SUFFIX}")
+    digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
     _publish(digest, library.with_suffix(DIGEST_SUFFIX))
-    _publish(made, library)
+    _publish(built, library)
 
 
 def _cpu_s(pid: int) -> float:

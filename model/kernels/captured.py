@@ -51,8 +51,8 @@ class Captured:
             return outputs
         if self._graph is None:
             self._graph = self._capture(inputs)
-        for held, new in zip(self._inputs, inputs, strict=True):
-            held.copy_(new)
+        for buffer, new in zip(self._inputs, inputs, strict=True):
+            buffer.copy_(new)
         self._graph.replay()
         return self._outputs
 
@@ -63,14 +63,14 @@ class Captured:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         _check_free_memory()
-        self._inputs = [one.clone() for one in inputs]
+        self._inputs = [tensor.clone() for tensor in inputs]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._stream), _capturing(graph, self._pool):
                 self._outputs = self._function(*self._inputs)
         except Exception as error:
             self.forget()
-            sum(one.sum().item() for one in inputs)  # raises if the device has failed
+            sum(tensor.sum().item() for tensor in inputs)  # raises if the device has failed
             raise CaptureError(f"it cannot be captured: {error}") from error
         return graph
 

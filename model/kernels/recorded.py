@@ -27,7 +27,7 @@ class Recorded:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._tape is None:
             return self._record(inputs)
-        assert [one.shape for one in inputs] == self._shapes, "recorded for other shapes"
+        assert [tensor.shape for tensor in inputs] == self._shapes, "recorded for other shapes"
         return tuple(self._tape.play(list(inputs)))
 
     @property
@@ -51,5 +51,5 @@ class Recorded:
         finally:
             tape.stop()
         self._tape = tape
-        self._shapes = [one.shape for one in inputs]
+        self._shapes = [tensor.shape for tensor in inputs]
         return outputs

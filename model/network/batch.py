@@ -126,8 +126,8 @@ def pack_segments(
     num_padding = max(0, num_rows - sum(part.shape[1] for part in parts))
     columns = upload(F.pad(torch.cat(parts, 1), (0, num_padding)), device)
     ids_1T, slots_1T, places_1T, context_lens_1T = columns.split(1)
-    pages = list(chain.from_iterable(one.pages_read(page_size) for one in segments))
-    lengths = tuple(len(one.token_ids) for one in segments)
+    pages = list(chain.from_iterable(segment.pages_read(page_size) for segment in segments))
+    lengths = tuple(len(segment.token_ids) for segment in segments)
     ends_G = upload(torch.tensor(list(accumulate(lengths)), dtype=torch.int64), device)
     return Batch(
         token_ids_BQ=ids_1T,
@@ -135,6 +135,6 @@ def pack_segments(
         write_slots_BQ=places_1T,
         context_lens_BQ=context_lens_1T,
         page_table_BP=upload(torch.tensor([pages], dtype=torch.int64), device),
-        segments=Segments(lengths, tuple(one.context for one in segments), ends_G),
+        segments=Segments(lengths, tuple(segment.context for segment in segments), ends_G),
         real_BQ=context_lens_1T > 0 if num_padding else None,
     )

@@ -111,12 +111,14 @@ class Linear(Matrices):
 
 def same_format(*weights: Weights) -> list[Any]:
     """Return all weights in one format: FP8 blocks are dequantised unless all weights are FP8."""
-    plain = next((one for one in weights if isinstance(one, Tensor)), None)
+    plain = next((weight for weight in weights if isinstance(weight, Tensor)), None)
     if plain is None:
         return list(weights)
     return [
-        dequantise(*one, (BLOCK, BLOCK)).to(plain.dtype) if isinstance(one, Fp8BlockWeight) else one
-        for one in weights
+        dequantise(*weight, (BLOCK, BLOCK)).to(plain.dtype)
+        if isinstance(weight, Fp8BlockWeight)
+        else weight
+        for weight in weights
     ]
 
 

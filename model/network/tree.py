@@ -28,7 +28,7 @@ class Tree(NamedTuple):
     depth: int
 
     def expand(self, num_rows: int) -> "Tree":
-        parent_BQ, depth_BQ, bits_BQ = (one.expand(num_rows, -1) for one in self[:3])
+        parent_BQ, depth_BQ, bits_BQ = (tensor.expand(num_rows, -1) for tensor in self[:3])
         return Tree(parent_BQ=parent_BQ, depth_BQ=depth_BQ, bits_BQ=bits_BQ, depth=self.depth)
 
 

@@ -27,7 +27,7 @@ class LogprobRows:
     def of_row(self, row: int, num_tokens: int, num_top: int) -> tuple[TokenLogprobs, ...]:
         """Return the first ``num_tokens`` positions of a row, with ``num_top`` tokens each."""
         columns = self.chosen_BN, self.top_ids_BNK[..., :num_top], self.top_BNK[..., :num_top]
-        rows = zip(*(one[row, :num_tokens].tolist() for one in columns), strict=True)
+        rows = zip(*(column[row, :num_tokens].tolist() for column in columns), strict=True)
         return tuple(TokenLogprobs(chosen, tuple(ids), tuple(top)) for chosen, ids, top in rows)
 
 

@@ -40,8 +40,8 @@ class TopCandidates(NamedTuple):
         own_B, own = (rows_B, self) if self.drawn_B is not None else (~rows_B, other)
         drawn_B = None if own.drawn_B is None else own.drawn_B & own_B
         tokens, shares, worth = (
-            torch.where(rows_B.view(-1, 1, 1), one, two)
-            for one, two in zip(self[:3], other[:3], strict=True)
+            torch.where(rows_B.view(-1, 1, 1), mine, two)
+            for mine, two in zip(self[:3], other[:3], strict=True)
         )
         return TopCandidates(
             tokens_BQK=tokens,

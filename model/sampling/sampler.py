@@ -70,17 +70,17 @@ def _kept_logits(logits_BQV: Tensor, rows: "SamplingRows") -> Tensor:
     are summed in fp64.
     """
     columns = rows.temperature_B, rows.top_k_B, rows.top_p_B.double(), rows.min_p_B.double()
-    temperature, top_k, top_p, min_p = (one.view(-1, 1, 1) for one in columns)
+    temperature, top_k, top_p, min_p = (column.view(-1, 1, 1) for column in columns)
     x_BQV = logits_BQV / torch.where(temperature > 0, temperature, 1.0)
     x_BQV = x_BQV - x_BQV.amax(-1, keepdim=True)
     sorted_BQV, order = x_BQV.sort(dim=-1, descending=True, stable=True)
     mass_BQV = sorted_BQV.double().exp()
     rank_V = torch.arange(x_BQV.shape[2], device=x_BQV.device)
-    kept = (rank_V < top_k) | (top_k <= 0)
-    mass_kept = mass_BQV * kept
+    keep_V = (rank_V < top_k) | (top_k <= 0)
+    mass_kept = mass_BQV * keep_V
     is_below = mass_kept.cumsum(-1) - mass_BQV < top_p * mass_kept.sum(-1, keepdim=True)
-    kept = kept & (is_below | (top_p >= 1)) & (mass_BQV >= min_p) | (rank_V == 0)
-    kept_BQV = torch.zeros_like(kept).scatter(-1, order, kept)
+    keep_V = keep_V & (is_below | (top_p >= 1)) & (mass_BQV >= min_p) | (rank_V == 0)
+    kept_BQV = torch.zeros_like(keep_V).scatter(-1, order, keep_V)
     return x_BQV.masked_fill(~kept_BQV, float("-inf"))
 
 
@@ -124,7 +124,7 @@ class SamplingRows:
         host."""
 
         def column(name: str, dtype: torch.dtype) -> Tensor:
-            return torch.tensor([getattr(one, name) for one in settings], dtype=dtype)
+            return torch.tensor([getattr(row, name) for row in settings], dtype=dtype)
 
         rows = cls(
             temperature_B=column("temperature", torch.float32),
@@ -132,7 +132,7 @@ class SamplingRows:
             top_p_B=column("top_p", torch.float32),
             min_p_B=column("min_p", torch.float32),
             seed_B=column("seed", torch.int64),
-            all_greedy=all(one.temperature == 0 for one in settings),
+            all_greedy=all(row.temperature == 0 for row in settings),
             rules=rules,
             sampler=sampler,
         )
@@ -238,8 +238,8 @@ def uniform(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
 def _key(seed: Tensor, output_index: Tensor, stream: int) -> Tensor:
     """Hash (seed, output index, stream). The stream takes bits 30 and 31, above any output
     index."""
-    place = output_index ^ (stream << _STREAM_SHIFT)
-    return _mix(_mix(_mix(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (place & _MASK))
+    counter = output_index ^ (stream << _STREAM_SHIFT)
+    return _mix(_mix(_mix(seed & _MASK) ^ ((seed >> 32) & _MASK)) ^ (counter & _MASK))
 
 
 def _unit(key: Tensor, counter: Tensor) -> Tensor:

@@ -44,13 +44,13 @@ def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tre
     The last think token on the path decides, or ``thinking_B`` if there is none. Later nodes of a
     path have higher numbers.
     """
-    begin, end = think_ids
+    begin_id, end = think_ids
     bits_BN = tree.bits_BQ.gather(1, tree.parent_BQ[:, 1:])
     is_on_BNN = on_path(bits_BN, drafts_BN.shape[1])
     node_N = torch.arange(1, drafts_BN.shape[1] + 1, device=drafts_BN.device)
     last_begin_BN, last_end_BN = (
         node_N.where(is_on_BNN & (drafts_BN == token).unsqueeze(1), 0).amax(2)
-        for token in (begin, end)
+        for token in (begin_id, end)
     )
     starts_BN = (last_begin_BN > 0) | thinking_B.unsqueeze(1)
     return starts_BN & (last_begin_BN >= last_end_BN)
@@ -58,8 +58,8 @@ def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tre
 
 def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:
     """Return the phase before the first token and after each of the M tokens: M + 1 masks [B]."""
-    begin, end = think_ids
-    begins_BM = tokens_BM == begin
+    begin_id, end = think_ids
+    begins_BM = tokens_BM == begin_id
     stays_BM = tokens_BM != end
     phases = [thinking_B]
     for begins_B, stays_B in zip(begins_BM.unbind(1), stays_BM.unbind(1), strict=True):

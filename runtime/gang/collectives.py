@@ -73,8 +73,8 @@ class Collectives:
         """
         num_rows = sum(num_received) if num_received else len(x)
         x, out = x.contiguous(), x.new_empty(num_rows, *x.shape[1:])
-        given = out, x, [*num_received], [*num_sent], self._options
-        self._call(operation, lambda group: group.alltoall_base(*given))
+        arguments = out, x, [*num_received], [*num_sent], self._options
+        self._call(operation, lambda group: group.alltoall_base(*arguments))
         return out
 
     def abort(self) -> None:

@@ -67,16 +67,16 @@ class PlannerServer:
         """End the epoch. Any thread. The planner thread then closes its sockets."""
         self._is_closed = True
         self._planning.put((None, None))
-        for one in (self._listener, *self._connections.values()):
-            shutdown_socket(one)
+        for connection in (self._listener, *self._connections.values()):
+            shutdown_socket(connection)
 
     def _run(self) -> None:
         try:
             self._accept_ranks()
             rounds, proposal = self._planning.get()
             for rank, connection in self._connections.items():
-                given = rank, FrameDecoder(MAX_PLAN_MESSAGE_BYTES)
-                self._selector.register(connection, selectors.EVENT_READ, given)
+                state = rank, FrameDecoder(MAX_PLAN_MESSAGE_BYTES)
+                self._selector.register(connection, selectors.EVENT_READ, state)
             while not self._is_closed:
                 self._run_round(rounds, proposal)
         except OSError as error:
@@ -114,29 +114,31 @@ class PlannerServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         while missing:
             ready: set[Any] = {key.fileobj for key, _ in self._selector.select(GREETING_S)}
-            for one in ready - {self._listener}:
-                self._handshake(one, missing)
+            for connection in ready - {self._listener}:
+                self._handshake(connection, missing)
             if self._listener in ready:
-                one = self._listener.accept()[0]
-                one.setblocking(False)
-                self._selector.register(one, selectors.EVENT_READ)
-                self._handshakes.add(one)
+                connection = self._listener.accept()[0]
+                connection.setblocking(False)
+                self._selector.register(connection, selectors.EVENT_READ)
+                self._handshakes.add(connection)
             self._handshakes.sweep()
         self._reject_all()
 
-    def _handshake(self, one: socket.socket, missing: dict[bytes, int]) -> None:
+    def _handshake(self, connection: socket.socket, missing: dict[bytes, int]) -> None:
         try:
-            hello = self._handshakes.feed(one, one.recv(self._handshakes.num_bytes_needed(one)))
+            hello = self._handshakes.feed(
+                connection, connection.recv(self._handshakes.num_bytes_needed(connection))
+            )
             rank = None if hello is None else missing.pop(hello)
         except (OSError, ValueError, KeyError) as error:
             log.warning("a connection to the planner is of none of its ranks: %r", error)
-            self._reject(one)
+            self._reject(connection)
             return
         if rank is not None:
-            self._selector.unregister(one)
-            one.settimeout(CONNECT_S)
-            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connections[rank] = one
+            self._selector.unregister(connection)
+            connection.settimeout(CONNECT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connections[rank] = connection
 
     def _reject(self, connection: socket.socket) -> None:
         self._handshakes.forget(connection)

@@ -46,8 +46,8 @@ def attend(
     block_m = min(16 if is_exact else 64, max(16, triton.next_power_of_2(num_q * num_heads)))
     num_blocks = triton.cdiv(num_q * num_heads, block_m)
     at_once = num_processors * (1 if block_m == 64 else 2)
-    wanted = max(1, at_once // (num_seqs * num_blocks))
-    num_parts = min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
+    max_splits = max(1, at_once // (num_seqs * num_blocks))
+    num_parts = min(MAX_PARTS, 1 << (max_splits.bit_length() - 1))
     # A single part needs no merge, so it is stored in the output's dtype.
     kind = q_XHC.dtype if num_parts == 1 else torch.float32
     part = q_XHC.new_empty(num_rows, num_heads, num_parts, width, dtype=kind)

@@ -41,9 +41,9 @@ def tile(logits, temperatures, BLOCK: tl.constexpr):
     Logits beyond the vocabulary are NaN.
     """
     start, stride_b, stride_q, num_places, num_tokens = logits
-    place = tl.program_id(0).to(tl.int64)
-    b = place // num_places
-    q = place % num_places
+    block = tl.program_id(0).to(tl.int64)
+    b = block // num_places
+    q = block % num_places
     at_V = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     from_V = start + b * stride_b + q * stride_q + at_V
     x_V = tl.load(from_V, mask=at_V < num_tokens, other=float("nan"))
@@ -99,14 +99,14 @@ def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
     edge = tl.load(state).to(tl.uint32, bitcast=True)
     floor = tl.load(state + 3).to(tl.uint32, bitcast=True)
     above = tl.load(state + 1)
-    wanted = tl.load(state + 2)
+    target = tl.load(state + 2)
     if by_mass & (step % 8 == 0):
         # The total is known by now, except for the mass of the tokens at the floor.
-        wanted = top_p * (tl.max(have_J, 0) + wanted)
+        target = top_p * (tl.max(have_J, 0) + target)
     have_J += above
-    digit = tl.max(tl.where(have_J >= wanted, j_J, 0), 0)
+    digit = tl.max(tl.where(have_J >= target, j_J, 0), 0)
     above = tl.max(tl.where(j_J > digit, have_J, above), 0)
-    return edge | (digit << shift).to(tl.uint32), above, wanted, floor
+    return edge | (digit << shift).to(tl.uint32), above, target, floor
 
 
 @triton.jit
@@ -139,11 +139,11 @@ def narrow(
     edge = tl.full([], 0, tl.uint32)
     floor = tl.full([], 0, tl.uint32)
     above = 0.0
-    wanted = tl.where(by_mass, 0.0, top_k)
+    target = tl.where(by_mass, 0.0, top_k)
     if step > 0:
-        edge, above, wanted, floor = _next_state(left, step - 1, by_mass, top_p, SPLITS)
+        edge, above, target, floor = _next_state(left, step - 1, by_mass, top_p, SPLITS)
         if step == 8:
-            wanted = tl.exp(_number(edge) - top) * (top_k - above)
+            target = tl.exp(_number(edge) - top) * (top_k - above)
             floor = edge
             edge = tl.full([], 0, tl.uint32)
             above = 0.0
@@ -155,7 +155,7 @@ def narrow(
         state = left[2] + at * 4
         tl.store(state, edge.to(tl.float32, bitcast=True))
         tl.store(state + 1, above)
-        tl.store(state + 2, wanted)
+        tl.store(state + 2, target)
         tl.store(state + 3, floor.to(tl.float32, bitcast=True))
     on_J = tl.zeros([DIGIT], tl.int32)
     have_J = tl.zeros([DIGIT], tl.float32)
@@ -184,17 +184,17 @@ def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
     if has_k | has_p:
         step = 7
         s_S = tl.arange(0, SPLITS)
-        edge, above, wanted, _ = _next_state(left, step, False, top_p, SPLITS)
+        edge, above, target, _ = _next_state(left, step, False, top_p, SPLITS)
         num_on_it = tl.where(has_k, top_k - above, float("inf"))
         if has_k & has_p:
-            edge_p, above, wanted, _ = _next_state(left, 15, True, top_p, SPLITS)
+            edge_p, above, target, _ = _next_state(left, 15, True, top_p, SPLITS)
             if edge_p > edge:
                 step = 15
                 edge = edge_p
                 num_on_it = top_k
         if has_p:
             on_it = tl.maximum(tl.exp(_number(edge) - top), 1e-30)
-            num_on_it = tl.minimum(num_on_it, tl.maximum(tl.ceil((wanted - above) / on_it), 1.0))
+            num_on_it = tl.minimum(num_on_it, tl.maximum(tl.ceil((target - above) / on_it), 1.0))
         num_on_it -= tl.sum(_num_on(left, step, s_S, edge, s_S < tl.program_id(1)), 0)
     return edge, num_on_it
 

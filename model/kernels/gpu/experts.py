@@ -37,13 +37,13 @@ def fused_experts(
     dtype = x_ND.dtype
     device = x_ND.device
     pairs = pairs_of(slots_P, num_slots)
-    told = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
+    pair_arguments = slots_P, pairs.order_P, pairs.starts_S, num_pairs, num_slots
     attn = {"BY_PAIR": pairs.by_pair, "NUM_SCANNED": pairs.num_scanned}
     each = triton.cdiv(num_pairs, num_slots * num_ranks), x_ND, gate_up
     hidden_PF = torch.empty(num_pairs, width, dtype=dtype, device=device)
     tile = tiles.tile_for_experts(*each, 32 if each[0] <= 16 else 64, num_matrices=2)
     _gate_up[(pairs.num_programs, triton.cdiv(width, tile.block_n))](
-        *(x_ND, gate_up, scales1, slots_P if tokens_P is None else tokens_P, *told),
+        *(x_ND, gate_up, scales1, slots_P if tokens_P is None else tokens_P, *pair_arguments),
         *(hidden_PF, x_ND.stride(0), num_pairs // len(x_ND)),
         D=dim,
         F=width,
@@ -56,7 +56,7 @@ def fused_experts(
     is_busy = pairs.num_programs * dim >= 64 * MIN_PROGRAMS
     tile = tiles.tile_for_experts(*each, 64 if is_busy else 32)
     _down[(pairs.num_programs, triton.cdiv(dim, tile.block_n))](
-        *(hidden_PF, down, scales2, *told, out_PD),
+        *(hidden_PF, down, scales2, *pair_arguments, out_PD),
         D=dim,
         F=width,
         HAS_BLOCKS=isinstance(w2, Fp8BlockWeight),
@@ -104,8 +104,8 @@ def _gate_up(
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    told = slots, order, starts, num_pairs, num_slots
-    slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
+    pair_arguments = slots, order, starts, num_pairs, num_slots
+    slot, first, end = slot_range(pair_arguments, BY_PAIR, NUM_SCANNED)
     f_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     k_K = tl.arange(0, BLOCK_K)
     is_f = (f_F < F)[:, None]
@@ -114,10 +114,10 @@ def _gate_up(
     NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM
     scale = scales + (slot * 2 * NUM_F + tl.program_id(1) * BLOCK_F // QUANTUM) * NUM_D
     scale_up = scale + NUM_F * NUM_D
-    for begin in range(first, end, BLOCK_M):
-        place_M = begin + tl.arange(0, BLOCK_M)
+    for first_row in range(first, end, BLOCK_M):
+        place_M = first_row + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        pair_M = pairs_at(told, slot, place_M, end, NUM_SCANNED)
+        pair_M = pairs_at(pair_arguments, slot, place_M, end, NUM_SCANNED)
         if HAS_TOKENS:
             token_M = tl.load(tokens + pair_M, mask=place_M < end, other=0)
         else:
@@ -168,18 +168,18 @@ def _down(
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    told = slots, order, starts, num_pairs, num_slots
-    slot, first, end = slot_range(told, BY_PAIR, NUM_SCANNED)
+    pair_arguments = slots, order, starts, num_pairs, num_slots
+    slot, first, end = slot_range(pair_arguments, BY_PAIR, NUM_SCANNED)
     d_D = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     k_K = tl.arange(0, BLOCK_K)
     row_DK = w + slot.to(tl.int64) * D * F + d_D[:, None] * F + k_K[None, :]
     NUM_F: tl.constexpr = (F + QUANTUM - 1) // QUANTUM
     NUM_D: tl.constexpr = (D + QUANTUM - 1) // QUANTUM
     scale = scales + (slot * NUM_D + tl.program_id(1) * BLOCK_D // QUANTUM) * NUM_F
-    for begin in range(first, end, BLOCK_M):
-        place_M = begin + tl.arange(0, BLOCK_M)
+    for first_row in range(first, end, BLOCK_M):
+        place_M = first_row + tl.arange(0, BLOCK_M)
         is_m = (place_M < end)[:, None]
-        pair_M = pairs_at(told, slot, place_M, end, NUM_SCANNED)
+        pair_M = pairs_at(pair_arguments, slot, place_M, end, NUM_SCANNED)
         row_MK = hidden + pair_M.to(tl.int64)[:, None] * F + k_K[None, :]
         out_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if HAS_BLOCKS:

@@ -71,10 +71,10 @@ class FlashMla:
             table_BP = attn.page_table_BP.int()
             lens_B = lens_BQ[:, -1].clamp(max=table_BP.shape[1] * PAGE_SIZE).int()
             self._pass = lens_BQ, attn.page_table_BP, lens_B, table_BP, (None, None)
-        *given, split = self._pass
-        told = attn.cache.unsqueeze(2), LATENT, *given[2:], attn.scale, lens_BQ.shape[1] > 1
-        out_BQHC, _, *split = self._operator(q_XHL.unflatten(0, lens_BQ.shape), *told, *split)
-        self._pass = *given, split
+        *metadata, split = self._pass
+        arguments = attn.cache.unsqueeze(2), LATENT, *metadata[2:], attn.scale, lens_BQ.shape[1] > 1
+        out_BQHC, _, *split = self._operator(q_XHL.unflatten(0, lens_BQ.shape), *arguments, *split)
+        self._pass = *metadata, split
         return out_BQHC.flatten(0, 1)
 
 

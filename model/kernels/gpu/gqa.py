@@ -30,8 +30,8 @@ def attend(
     num_pairs = num_q * num_heads // num_groups
     block_m = min(64, max(16, triton.next_power_of_2(num_pairs)))
     num_blocks = triton.cdiv(num_pairs, block_m)
-    wanted = max(1, 2 * num_processors // (num_seqs * num_groups * num_blocks))
-    num_parts = min(MAX_PARTS, 1 << (wanted.bit_length() - 1))
+    max_splits = max(1, 2 * num_processors // (num_seqs * num_groups * num_blocks))
+    num_parts = min(MAX_PARTS, 1 << (max_splits.bit_length() - 1))
     part = q_XHK.new_empty(num_rows, num_heads, num_parts, width, dtype=torch.float32)
     lse = q_XHK.new_empty(num_rows, num_heads, num_parts, dtype=torch.float32)
     _attend_groups[(num_blocks, num_seqs * num_groups, num_parts)](

@@ -176,14 +176,14 @@ class TritonKernels(Kernels):
             return F.linear(silu_mul(F.linear(x_ND, w1[0])), w2[0])
         if not len(slots_P):
             return x_ND.new_empty(0, x_ND.shape[1])
-        given = x_ND, tokens_P, slots_P, w1, w2
+        inputs = x_ND, tokens_P, slots_P, w1, w2
         if is_fp8 and self._quantises:
             return products.fused_experts(
-                *given, self._num_processors, num_ranks, self._power_of_2_scales
+                *inputs, self._num_processors, num_ranks, self._power_of_2_scales
             )
         if not is_fp8 and len(slots_P) >= MANY_PAIRS * len(w1) * num_ranks:
-            return products.fused_experts(*given, self._num_processors, num_ranks)
-        return fused_experts(*given, num_ranks)
+            return products.fused_experts(*inputs, self._num_processors, num_ranks)
+        return fused_experts(*inputs, num_ranks)
 
     def _product(
         self, x_XK: Tensor, w: Fp8BlockWeight, num_parts: int, dtype: torch.dtype

@@ -145,7 +145,7 @@ def _entry(
     x_C = tl.load(kv + row * kv_row + c, mask=c < C, other=0.0).to(tl.float32)
     weight_C = tl.load(weight + c, mask=c < C, other=0.0).to(tl.float32)
     tl.store(at + c, normed(x_C, weight_C, eps, C, cache.dtype.element_ty), mask=c < C)
-    one = row + tl.zeros([1], tl.int64)
+    index = row + tl.zeros([1], tl.int64)
     is_r = (r < R)[None, :]
-    pe = rotated(kv, one * kv_row + C, cos, sin, one, r, is_r, R, IS_INTERLEAVED)
+    pe = rotated(kv, index * kv_row + C, cos, sin, index, r, is_r, R, IS_INTERLEAVED)
     tl.store(at + C + r[None, :], pe.to(cache.dtype.element_ty), mask=is_r)

@@ -55,9 +55,9 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     """
     order_P = torch.empty_like(slots_P, dtype=torch.int32)
     starts_S = torch.empty(num_slots + 1, dtype=torch.int32, device=slots_P.device)
-    given = order_P, starts_S, len(slots_P), num_slots
+    pairs = order_P, starts_S, len(slots_P), num_slots
     if len(slots_P) <= MAX_PAIRS_PER_PASS:
-        _by_slot[(num_slots + 1,)](slots_P, *given, BLOCK=PAIRS)
+        _by_slot[(num_slots + 1,)](slots_P, *pairs, BLOCK=PAIRS)
         return order_P, starts_S
     num_chunks = triton.cdiv(len(slots_P), PAIRS)
     num_counts = triton.next_power_of_2(num_slots + 1)
@@ -65,7 +65,7 @@ def by_slot(slots_P: Tensor, num_slots: int) -> tuple[Tensor, Tensor]:
     blocks = {"SLOTS": num_counts, "CHUNK": PAIRS}
     _count[(num_chunks,)](slots_P, counts_CS, len(slots_P), num_slots, **blocks)
     _place[(num_chunks,)](
-        slots_P, counts_CS, *given, **blocks, AT_ONCE=16, BLOCK=COMPARED_PAIRS, num_warps=8
+        slots_P, counts_CS, *pairs, **blocks, AT_ONCE=16, BLOCK=COMPARED_PAIRS, num_warps=8
     )
     return order_P, starts_S
 
@@ -79,16 +79,16 @@ def _by_slot(slots, order, starts, num_pairs, num_slots, BLOCK: tl.constexpr):
         is_pair_P = start + p_P < num_pairs
         slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
         num_before_P += (is_pair_P & (slot_P < slot)).to(tl.int32)
-    place = tl.sum(num_before_P, 0)
-    tl.store(starts + slot, place)
+    position = tl.sum(num_before_P, 0)
+    tl.store(starts + slot, position)
     if slot < num_slots:
         for start in range(0, num_pairs, BLOCK):
             is_pair_P = start + p_P < num_pairs
             slot_P = tl.load(slots + start + p_P, mask=is_pair_P, other=0)
             is_mine_P = (is_pair_P & (slot_P == slot)).to(tl.int32)
-            place_P = place + tl.cumsum(is_mine_P, 0) - 1
+            place_P = position + tl.cumsum(is_mine_P, 0) - 1
             tl.store(order + place_P, start + p_P, mask=is_mine_P > 0)
-            place += tl.sum(is_mine_P, 0)
+            position += tl.sum(is_mine_P, 0)
 
 
 @triton.jit

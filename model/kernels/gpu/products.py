@@ -133,20 +133,20 @@ def fused_experts(
         per_token=len(slots_P) // len(x_NK),
         num_ranks=num_ranks,
     )
-    given = x_NK.dtype, num_processors
+    options = x_NK.dtype, num_processors
 
     def read(x: Tensor) -> Tensor | Fp8BlockWeight:
         return x if power_of_2_scales is None else quantise(x, power_of_2_scales)
 
-    gate_up = product(read(x_NK), w1, *given, num_halves=2, rows=rows)
-    return product(read(silu_mul(gate_up)), w2, *given, rows=rows, is_back=True)
+    gate_up = product(read(x_NK), w1, *options, num_halves=2, rows=rows)
+    return product(read(silu_mul(gate_up)), w2, *options, rows=rows, is_back=True)
 
 
 @triton.jit
 def _tile(starts, tile, num_rows, S: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr):
     """Return slot, first row and end row of a tile. The slot is >= S if the tile is unused."""
     slot = tl.full([], 0, tl.int32)
-    begin = tile * BLOCK_M
+    first_row = tile * BLOCK_M
     end = num_rows
     if S > 0:
         s_S = tl.arange(0, SLOTS)
@@ -155,9 +155,9 @@ def _tile(starts, tile, num_rows, S: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M:
         tiles_S = (num_S + BLOCK_M - 1) // BLOCK_M
         slot = tl.sum((tl.cumsum(tiles_S, 0) <= tile).to(tl.int32), 0)
         before = tl.sum(tl.where(s_S < slot, tiles_S, 0), 0)
-        begin = tl.sum(tl.where(s_S == slot, first_S, 0), 0) + (tile - before) * BLOCK_M
+        first_row = tl.sum(tl.where(s_S == slot, first_S, 0), 0) + (tile - before) * BLOCK_M
         end = tl.sum(tl.where(s_S == slot, first_S + num_S, 0), 0)
-    return slot, begin, end
+    return slot, first_row, end
 
 
 @triton.jit
@@ -215,10 +215,10 @@ def _product(
     tile, n = _turn(HALVES * NUM_N)
     half = n // NUM_N
     first_n = n % NUM_N * BLOCK_N
-    slot, begin, end = _tile(starts, tile, num_rows, S, SLOTS, BLOCK_M)
-    if begin >= end:
+    slot, first_row, end = _tile(starts, tile, num_rows, S, SLOTS, BLOCK_M)
+    if first_row >= end:
         return
-    place_M = begin + tl.arange(0, BLOCK_M)
+    place_M = first_row + tl.arange(0, BLOCK_M)
     n_N = first_n + tl.arange(0, BLOCK_N)
     k_K = tl.arange(0, BLOCK_K)
     is_m = (place_M < end)[:, None]

@@ -134,27 +134,27 @@ def _scan(logits, temperatures, tops, BLOCK: tl.constexpr, SPLITS: tl.constexpr)
 def _score(
     logits, settings, left, seeds, indices, bests, BLOCK: tl.constexpr, SPLITS: tl.constexpr
 ):
-    place = tl.program_id(0).to(tl.int64)
-    b = place // logits[3]
+    block = tl.program_id(0).to(tl.int64)
+    b = block // logits[3]
     # Default: the token with the largest logit, if no other has a score.
     best = tl.max(load_splits(left[0], 0, SPLITS), 0) & 0xFFFFFFFF
     if tl.load(settings[0] + b) > 0:
         at_V, kept_V = is_kept(logits, settings, left, BLOCK, SPLITS)
         if tl.max(kept_V, 0) > float("-inf"):
-            key = _key(tl.load(seeds + b), tl.load(indices + place))
+            key = _key(tl.load(seeds + b), tl.load(indices + block))
             score_V = kept_V + _gumbel(key, at_V.to(tl.uint32))
             packed_V = _packed(ordered(score_V), at_V)
             best_here = tl.max(tl.where(score_V > float("-inf"), packed_V, 0), 0)
             best = tl.maximum(best, best_here)
-    tl.store(bests + place * tl.num_programs(1) + tl.program_id(1), best)
+    tl.store(bests + block * tl.num_programs(1) + tl.program_id(1), best)
 
 
 @triton.jit
 def _merge(bests, tokens, num_splits, SPLITS: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(0).to(tl.int64)
     s_S = tl.arange(0, SPLITS)
-    best_S = tl.load(bests + place * num_splits + s_S, mask=s_S < num_splits, other=0)
-    tl.store(tokens + place, 0xFFFFFFFF ^ (tl.max(best_S, 0) & 0xFFFFFFFF).to(tl.int64))
+    best_S = tl.load(bests + block * num_splits + s_S, mask=s_S < num_splits, other=0)
+    tl.store(tokens + block, 0xFFFFFFFF ^ (tl.max(best_S, 0) & 0xFFFFFFFF).to(tl.int64))
 
 
 @triton.jit

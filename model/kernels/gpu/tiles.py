@@ -39,8 +39,8 @@ class Tile(NamedTuple):
 
         ``names`` are the kernel's parameters for block_m, block_n and block_k, in this order.
         """
-        given = zip(names, self[:3], strict=True)
-        return {**dict(given), "num_warps": self.num_warps, "num_stages": self.num_stages}
+        blocks = zip(names, self[:3], strict=True)
+        return {**dict(blocks), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 EXACT = Tile(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=3)

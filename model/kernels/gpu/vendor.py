@@ -27,8 +27,8 @@ class VendorKernels(TritonKernels):
 
     name = "vendor"
 
-    def __init__(self, attention: Any, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, attention: Any, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._flash = FlashMla(attention)
 
     def _attend(
@@ -62,5 +62,5 @@ def by_cublas(x: Fp8BlockWeight, w: Fp8BlockWeight) -> Tensor:
     """
     scales_XG = x.scales.t().contiguous().t()
     of = F.ScalingType
-    given = x.values, w.values[0].t(), scales_XG, of.BlockWise1x128, w.scales[0].t()
-    return F.scaled_mm(*given, of.BlockWise128x128, output_dtype=torch.bfloat16)
+    scaled = x.values, w.values[0].t(), scales_XG, of.BlockWise1x128, w.scales[0].t()
+    return F.scaled_mm(*scaled, of.BlockWise128x128, output_dtype=torch.bfloat16)

@@ -122,7 +122,7 @@ class ExpertParallelDispatch(Dispatch):
         pairs_P = (local_NK < self.num_slots).flatten().nonzero().squeeze(1)
         tokens_P = pairs_P // slots_TK.shape[1]
         out_PD = experts(x_ND, tokens_P, local_NK.flatten()[pairs_P])
-        num_back = [int((one < self.num_slots).sum()) for one in local_NK.split(num_from_R)]
+        num_back = [int((part_NK < self.num_slots).sum()) for part_NK in local_NK.split(num_from_R)]
         owner_of, order = (slots_TK // self.num_slots).flatten().sort(stable=True)
         order = order[owner_of >= 0]
         num_due = torch.bincount(owner_of[owner_of >= 0], minlength=len(num_from_R)).tolist()
