@@ -104,8 +104,7 @@ class Inboxes:
 
         Returns:
             Sequences that two consecutive heartbeats list but this gateway does not know. They are
-                to be
-            aborted again.
+            to be aborted again.
         """
         alive_identities = dict.fromkeys(alive)
         for identity in [identity for identity in expected if identity not in alive_identities]:
