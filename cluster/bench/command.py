@@ -26,13 +26,13 @@ from tandem.cluster.commands.common import (
 def bench(**values: Any) -> None:
     """Put load on a server and report latency, throughput and draft acceptance.
 
-        --concurrency keeps a fixed number of requests in flight (closed loop). --rate,
-        or a trace with arrival times, sends on schedule (open loop). Latency counts
-        from the schedule, so it includes delays of the server and of the generator.
+        --concurrency keeps a fixed number of requests in flight (closed loop).
+        --rate, or a trace with arrival times, sends on schedule (open loop). Latency
+        counts from the schedule, so it includes delays of server and generator.
         Failed requests are counted; the exit code is 1 only if all of them fail.
 
-        Acceptance on random prompts says little about real text: use a trace. Compared
-        runs share their prompts, so a prefix cache helps the later ones.
+        Acceptance on random prompts says little about real text: use a trace.
+        Compared runs share their prompts, so a prefix cache helps the later ones.
 
         \b
         Examples:
@@ -42,7 +42,7 @@ def bench(**values: Any) -> None:
           tandem bench --workload shared-prefix --num-prefixes 2 --prefix-tokens 512
           tandem bench --workload trace --trace day.jsonl --max-drafts 2 --json
           tandem bench --launch --set speculation.max_depth=2
-          tandem bench --launch --workload trace --trace mine.jsonl --ignore-eos \
+          tandem bench --launch --workload trace --trace mine.jsonl --ignore-eos \\
             --compare drafter=none --compare drafter=mtp --compare drafter=ngram
         \b
         A line of a trace:

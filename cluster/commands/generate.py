@@ -110,7 +110,8 @@ def generate(**values: Any) -> None:
       tandem generate "def fibonacci(n):" --set speculation.max_depth=2
       cat prompt.txt | tandem generate --max-tokens 64 --temperature 0.8 --seed 7
       tandem generate --token-ids 0,17,42 --json
-      tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 --relaxed-delta 0.6
+      tandem generate "<think>" --acceptance relaxed --relaxed-top-n 10 \\
+        --relaxed-delta 0.6
     """
     run_command(_generate(GenerateCommandOptions(**values)))
 
