@@ -49,7 +49,7 @@ class RankStatus(RankLoad):
         max_tokens: Capacity of its cache in tokens.
         balance_ratio: Balance of expert rows over the gang's ranks in (0, 1] (core/eplb.py).
         cause: Reason why it gets no requests, "" if there is none or it is unknown.
-        born: Epoch in which its process loaded the weights.
+        process_epoch: Epoch in which its process loaded the weights.
     """
 
     name: str
@@ -59,7 +59,7 @@ class RankStatus(RankLoad):
     max_tokens: int = 0
     balance_ratio: float = 0.0
     cause: str = ""
-    born: int = 0
+    process_epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,19 +66,19 @@ class DecodeEngine:
         device_type = loaded.device.type
         self._on_updates = on_updates
         self._on_grant = on_grant
-        self._levels = levels = parts.draft_shapes
+        self._draft_shapes = draft_shapes = parts.draft_shapes
         eos_ids = loaded.config.eos_token_ids
         self.scheduler = Scheduler(
             pool=pool,
             max_rows=max_rows,
-            levels=levels,
+            draft_shapes=draft_shapes,
             max_model_len=loaded.max_model_len,
             eos_ids=eos_ids,
         )
-        self._catch_up = loaded.drafter.catch_up(levels[-1].depth)
+        self._catch_up = loaded.drafter.catch_up(draft_shapes[-1].depth)
         self._launcher = Launcher(parts, self._catch_up)
         self.programs = self._launcher.programs
-        decide = StepPlanner.from_config(config, levels, self._catch_up)
+        decide = StepPlanner.from_config(config, draft_shapes, self._catch_up)
         schema = Proposal, StepPlan
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._loaded = loaded
@@ -240,7 +240,7 @@ class DecodeEngine:
             "report": report,
         }
         return proposal_for(
-            sequences, self._levels[-1].depth, exec_mode=self._loaded.exec_mode, **fields
+            sequences, self._draft_shapes[-1].depth, exec_mode=self._loaded.exec_mode, **fields
         )
 
     def _launch(self, sequences: list[RunningSequence], plan: StepPlan) -> None:
@@ -306,7 +306,7 @@ class DecodeEngine:
             run.token_ids, sequence.stop_ids, sequence.num_output_left
         )
         sequence.record_step(
-            self._levels[step.plan.key.shape_index], run.num_accepted, len(kept_ids)
+            self._draft_shapes[step.plan.key.shape_index], run.num_accepted, len(kept_ids)
         )
         request = sequence.request
         is_broken = reason is None and not run.is_finite

@@ -209,6 +209,6 @@ async def start_rank(
 def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
     """Close ``lockstep``. A graph with collectives must not outlive their group."""
     try:
-        assert not loop.has_engines, "programs may outlive their gang's life"
+        assert not loop.has_engines, "programs may outlive their gang's epoch"
     finally:
         lockstep.close()

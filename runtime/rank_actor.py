@@ -73,7 +73,7 @@ class RankActor:
         log_path = _stderr_path()
         folder = os.path.dirname(log_path) or tempfile.gettempdir()
         journal_path = (
-            f"{folder}/{self._spec.process_name}.{secrets.token_hex(16)}.box"  # unpredictable
+            f"{folder}/{self._spec.process_name}.{secrets.token_hex(16)}.journal"  # unpredictable
         )
         digest = self._placement.digest if self._placement else ""
         self._state = RankState(

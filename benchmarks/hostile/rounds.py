@@ -132,7 +132,7 @@ class Rounds:
     async def _lives(self) -> dict[str, Any]:
         """Return each rank's epoch, the epoch of its process, and its liveness, by name."""
         status = await self._clients[0].status()
-        return {rank.name: (rank.epoch, rank.born, rank.alive) for rank in status.ranks}
+        return {rank.name: (rank.epoch, rank.process_epoch, rank.alive) for rank in status.ranks}
 
 
 async def _sample(pid: int, samples: list[float]) -> None:

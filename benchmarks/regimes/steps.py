@@ -104,7 +104,7 @@ def taken(num_rows: int, context: int, num_rounds: int, num_threads: int) -> dic
 
 
 def hold(engine: Engine, num: int) -> None:
-    engine.choose(Held(num), StepCostModel.unprofiled(engine.decide._levels))
+    engine.choose(Held(num), StepCostModel.unprofiled(engine.decide._draft_shapes))
 
 
 def turn(engine: Engine, num: int) -> Taken:

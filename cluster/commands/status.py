@@ -49,7 +49,7 @@ def _show(address: str, state: ServerStatus, model: ModelInfo | None) -> None:
     for rank in state.ranks:
         is_well = f"kernels {rank.kernels}" if rank.alive else "no answer"
         names_by_text.setdefault(rank.cause or is_well, []).append(rank.name)
-    if adopted := [rank.name for rank in state.ranks if 0 < rank.born < rank.epoch]:
+    if adopted := [rank.name for rank in state.ranks if 0 < rank.process_epoch < rank.epoch]:
         names_by_text["weights kept from an earlier epoch"] = adopted
     lines += [f"{', '.join(names)}: {text}" for text, names in names_by_text.items()]
     console = Console(highlight=False)

@@ -102,7 +102,7 @@ class GangSupervisor:
             self.ranks.placement_group_epoch = placement_group_epoch_of(adopted[0].spec)
         goes_on = not adopted or is_complete(adopted)
         self._update_gang(epoch=epoch, state=STARTING if goes_on else LOST, failure=None)
-        self._task = asyncio.create_task(self._run(), name=f"keep-{self.plan.name}")
+        self._task = asyncio.create_task(self._run(), name=f"gang-{self.plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
         """Poll the ranks now because ``epoch`` is suspected, and end it if one does not answer."""

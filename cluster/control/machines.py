@@ -155,7 +155,7 @@ def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
         try:
             return get_placement_group(name)
         except ValueError as error:
-            raise RankLost(f"{plan.name}: its room is gone") from error
+            raise RankLost(f"{plan.name}: its placement group is gone") from error
     remove_placement_groups(gang=plan.name)  # left over from epochs where the removal failed
     group = placement_group(
         [dict(plan.resources)] * plan.num_ranks,

@@ -149,7 +149,7 @@ class RankGroup:
         if all(joined):
             return
         if any(joined) or any(s.spec.process_epoch and s.spec.epoch == epoch for s in states):
-            raise EpochOver(EpochEnded("some of its ranks have left this life already"))
+            raise EpochOver(EpochEnded("some of its ranks have left this epoch already"))
         if len({state.placement for state in states}) > 1:
             raise EpochOver(RankLost("its ranks differ in where experts lie"), *self.handles)
         rendezvous = await self._call(self.handles[0].open_rendezvous)
@@ -157,11 +157,11 @@ class RankGroup:
             raise EpochOver(rendezvous, 0)
         joins = []
         for state in states:
-            born = state.spec.process_epoch or state.spec.epoch
+            process_epoch = state.spec.process_epoch or state.spec.epoch
             spec = replace(
                 state.spec,
                 epoch=epoch,
-                process_epoch=born,
+                process_epoch=process_epoch,
                 placement_group_epoch=self.placement_group_epoch,
             )
             joins.append(self._call(self.handles[spec.rank].join, spec, rendezvous))

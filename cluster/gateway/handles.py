@@ -188,7 +188,7 @@ class RankHandle:
             spec.epoch,
             max_tokens=self.info.max_tokens,
             cause="draining" if self.liveness.is_draining else "",
-            born=spec.process_epoch or spec.epoch,
+            process_epoch=spec.process_epoch or spec.epoch,
             **asdict(self.heartbeat.load),
         )
 

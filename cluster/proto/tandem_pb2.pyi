@@ -293,7 +293,7 @@ class Status(_message.Message):
     def __init__(self, state: _Optional[_Union[Status.State, str]] = ..., mode: _Optional[str] = ..., num_running: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_tokens", "max_tokens", "num_open_leases", "num_channels", "counters", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined", "cause", "born")
+    __slots__ = ("name", "kind", "epoch", "alive", "num_active_rows", "num_free_tokens", "max_tokens", "num_open_leases", "num_channels", "counters", "rows_by_layer", "balance_ratio", "kernels", "num_quarantined", "cause", "process_epoch")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -316,7 +316,7 @@ class RankStatus(_message.Message):
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     NUM_QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     CAUSE_FIELD_NUMBER: _ClassVar[int]
-    BORN_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_EPOCH_FIELD_NUMBER: _ClassVar[int]
     name: str
     kind: str
     epoch: int
@@ -332,5 +332,5 @@ class RankStatus(_message.Message):
     kernels: str
     num_quarantined: int
     cause: str
-    born: int
-    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ..., cause: _Optional[str] = ..., born: _Optional[int] = ...) -> None: ...
+    process_epoch: int
+    def __init__(self, name: _Optional[str] = ..., kind: _Optional[str] = ..., epoch: _Optional[int] = ..., alive: _Optional[bool] = ..., num_active_rows: _Optional[int] = ..., num_free_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., num_open_leases: _Optional[int] = ..., num_channels: _Optional[int] = ..., counters: _Optional[_Mapping[str, float]] = ..., rows_by_layer: _Optional[_Iterable[int]] = ..., balance_ratio: _Optional[float] = ..., kernels: _Optional[str] = ..., num_quarantined: _Optional[int] = ..., cause: _Optional[str] = ..., process_epoch: _Optional[int] = ...) -> None: ...

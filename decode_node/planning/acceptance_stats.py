@@ -27,31 +27,31 @@ class DepthTransitions:
     num_visible: tuple[int, ...]
 
     @classmethod
-    def from_shapes(cls, levels: DraftShapes) -> "DepthTransitions":
+    def from_shapes(cls, draft_shapes: DraftShapes) -> "DepthTransitions":
         known: dict[tuple[object, int], int] = {}
         bounds: list[tuple[int, int]] = []
         by_shape = []
         num_visible = []
-        for number, level in enumerate(levels):
+        for number, draft_shape in enumerate(draft_shapes):
             transitions = []
-            for depth in range(level.depth):
-                nodes = level.nodes_up_to_depth(depth + 1)
+            for depth in range(draft_shape.depth):
+                nodes = draft_shape.nodes_up_to_depth(depth + 1)
                 transitions.append(known.setdefault((nodes or number, depth), len(bounds)))
                 if transitions[-1] == len(bounds):
-                    bounds.append((level.num_nodes, depth))
+                    bounds.append((draft_shape.num_nodes, depth))
             by_shape.append((*transitions,))
             num_visible.append(len(bounds))
         return cls((*bounds,), (*by_shape,), (*num_visible,))
 
     def count(
-        self, level: int, rows: Sequence[AcceptedPath]
+        self, shape_index: int, rows: Sequence[AcceptedPath]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Count attempts and successes of each transition that shape ``level`` measures.
+        """Count attempts and successes of each transition that shape ``shape_index`` measures.
 
         Returns:
             The rows that reached the transition's start and may go deeper; the rows that did.
         """
-        visible = self.bounds[: self.num_visible[level]]
+        visible = self.bounds[: self.num_visible[shape_index]]
         num_attempts = (
             sum(limit > k and _reaches(path, n, k) for limit, path in rows) for n, k in visible
         )

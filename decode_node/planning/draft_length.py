@@ -93,17 +93,20 @@ class BucketCosts:
         default_factory=lambda: deque([(-1, [])] * 3, 3)
     )
 
-    def record_time(self, level: int, step_s: float) -> None:
-        """Update the time of shape ``level`` from one step.
+    def record_time(self, shape_index: int, step_s: float) -> None:
+        """Update the time of shape ``shape_index`` from one step.
 
         After the first steps, only a completed probe counts. Its time is taken relative to the runs
         right before and after it: changes of rows, contexts and machine affect all shapes equally.
         """
-        if not (known := self.step_s[level]) or self.num_samples[level] <= NUM_PROFILE_STEPS:
-            self.step_s[level] = min(step_s, known or step_s)
+        if (
+            not (known := self.step_s[shape_index])
+            or self.num_samples[shape_index] <= NUM_PROFILE_STEPS
+        ):
+            self.step_s[shape_index] = min(step_s, known or step_s)
             return
-        if self.recent_runs[-1][0] != level or len(self.recent_runs[-1][1]) == PROBE_STEPS:
-            self.recent_runs.append((level, []))
+        if self.recent_runs[-1][0] != shape_index or len(self.recent_runs[-1][1]) == PROBE_STEPS:
+            self.recent_runs.append((shape_index, []))
         self.recent_runs[-1][1].append(step_s)
         (used, before), (other, times), (then, behind) = self.recent_runs
         if used == then != other and len(behind) == PROBE_STEPS:
@@ -129,17 +132,17 @@ class StepCostModel:
     (acceptance_stats.py). ``num_attempts[t]`` is the number of rows that the share is based on.
     """
 
-    levels: DraftShapes
+    draft_shapes: DraftShapes
     transitions: DepthTransitions
     num_attempts: list[float]
     acceptance_rates: list[float]
     buckets: dict[tuple[int, int], BucketCosts] = field(default_factory=dict)
 
     @classmethod
-    def unprofiled(cls, levels: DraftShapes) -> "StepCostModel":
-        transitions = DepthTransitions.from_shapes(levels)
+    def unprofiled(cls, draft_shapes: DraftShapes) -> "StepCostModel":
+        transitions = DepthTransitions.from_shapes(draft_shapes)
         num = len(transitions.bounds)
-        return cls(levels, transitions, [PRIOR_ROWS] * num, [1.0] * num)
+        return cls(draft_shapes, transitions, [PRIOR_ROWS] * num, [1.0] * num)
 
     def bucket_costs(self, num_rows: int, num_context: int = 0) -> BucketCosts:
         """Return the costs for a row bucket and a context length, creating them if necessary.
@@ -150,8 +153,8 @@ class StepCostModel:
         """
         size = num_rows.bit_length(), (num_context // SHORT_CONTEXT_TOKENS).bit_length()
         if size not in self.buckets:
-            num = len(self.levels)
-            probe_times_s = [deque[float](maxlen=NUM_PROBE_TIMES) for _ in self.levels]
+            num = len(self.draft_shapes)
+            probe_times_s = [deque[float](maxlen=NUM_PROBE_TIMES) for _ in self.draft_shapes]
             same_rows = [other for other in self.buckets if other[0] == size[0]]
             costs = BucketCosts(
                 step_s=[0.0] * num,
@@ -185,20 +188,20 @@ class StepCostModel:
         for _, shared in groupby(sizes, int.bit_length):
             num_rows = (shared_sizes := list(shared))[len(shared_sizes) // 2]
             size = self.bucket_costs(num_rows)
-            for level, num_samples in enumerate(size.num_samples):
-                if num_samples < NUM_PROFILE_STEPS and not self.is_dominated(size, level):
-                    size.num_samples[level] += 1
-                    return num_rows, level
+            for shape_index, num_samples in enumerate(size.num_samples):
+                if num_samples < NUM_PROFILE_STEPS and not self.is_dominated(size, shape_index):
+                    size.num_samples[shape_index] += 1
+                    return num_rows, shape_index
         return None
 
-    def is_dominated(self, size: BucketCosts, level: int) -> bool:
+    def is_dominated(self, size: BucketCosts, shape_index: int) -> bool:
         """Return whether steps without drafts are faster per token even if all drafts are accepted.
 
         Assumes that a shape takes at least as long as every smaller shape that has been measured.
         """
-        measured = zip(size.step_s[: level + 1], size.num_samples, strict=False)
+        measured = zip(size.step_s[: shape_index + 1], size.num_samples, strict=False)
         known = [step_s for step_s, num_samples in measured if num_samples >= NUM_PROFILE_STEPS]
-        max_step_s = (1 + self.levels[level].depth) * size.step_s[0]
+        max_step_s = (1 + self.draft_shapes[shape_index].depth) * size.step_s[0]
         return 0 < max_step_s < max(known, default=0.0)
 
 
@@ -243,7 +246,9 @@ DraftLengthPolicy = Callable[[StepCostModel, BatchSize, Sequence[int]], int]
 
 def choose_largest(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
     """Return the largest draft shape that any row may use."""
-    return max_usable_shape(costs.levels, max(limit for limit, num in enumerate(wanted) if num))
+    return max_usable_shape(
+        costs.draft_shapes, max(limit for limit, num in enumerate(wanted) if num)
+    )
 
 
 def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
@@ -253,21 +258,21 @@ def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> i
     if not size.num_steps_left:
         tokens_per_s = _tokens_per_s(size, costs.expected_tokens(), wanted)[: most + 1]
         _choose_next(size, tokens_per_s, [costs.is_dominated(size, n) for n in range(most + 1)])
-    level = min(size.planned_shape, most)
+    shape_index = min(size.planned_shape, most)
     size.num_steps_left = size.num_steps_left - 1
     size.num_planned_steps = size.num_planned_steps + 1
-    size.num_samples[level] += 1
-    return level
+    size.num_samples[shape_index] += 1
+    return shape_index
 
 
 def _choose_next(
     size: BucketCosts, tokens_per_s: Sequence[float], is_dominated: Sequence[bool]
 ) -> None:
     """Set the shape of the next steps: one to measure or probe, or the best one."""
-    levels = range(len(tokens_per_s))
+    indices = range(len(tokens_per_s))
     outlier_shape = size.outlier_shape
-    few = [n for n in levels if size.num_samples[n] < NUM_PROFILE_STEPS and not is_dominated[n]]
-    if outlier_shape is not None and outlier_shape in levels:
+    few = [n for n in indices if size.num_samples[n] < NUM_PROFILE_STEPS and not is_dominated[n]]
+    if outlier_shape is not None and outlier_shape in indices:
         size.planned_shape = outlier_shape
         size.num_steps_left = 1
     elif few:
@@ -278,7 +283,7 @@ def _choose_next(
         size.num_steps_left = PROBE_STEPS if size.current_shape else NO_DRAFT_PROBE_STEPS
         size.probed_at[other] = size.num_planned_steps
     else:
-        used = min(size.current_shape, levels[-1])
+        used = min(size.current_shape, indices[-1])
         best = tokens_per_s.index(max(tokens_per_s))
         if tokens_per_s[best] > tokens_per_s[used] * MIN_GAIN_TO_SWITCH:
             size.probed_at[used], size.current_shape = size.num_planned_steps, best
@@ -319,20 +324,25 @@ def _shape_to_probe(
     num_since = size.num_planned_steps - max(size.probed_at)
     usual = PROBE_SHARE / max(1, len(tokens_per_s) - 1)
     num_steps = PROBE_STEPS if current else NO_DRAFT_PROBE_STEPS
-    for level in range(len(tokens_per_s)):
-        if level == current or (is_dominated[level] and not size.step_s[level]):
+    for shape_index in range(len(tokens_per_s)):
+        if shape_index == current or (is_dominated[shape_index] and not size.step_s[shape_index]):
             continue
         every, share = (
-            (NO_DRAFT_PROBE_EVERY, NO_DRAFT_PROBE_SHARE) if level == blind else (PROBE_EVERY, usual)
+            (NO_DRAFT_PROBE_EVERY, NO_DRAFT_PROBE_SHARE)
+            if shape_index == blind
+            else (PROBE_EVERY, usual)
         )
-        num_free = NUM_PROBE_TIMES if current and not is_dominated[level] else 1
-        if size.num_planned_steps < NUM_WARMUP_STEPS and len(size.probe_times_s[level]) < num_free:
+        num_free = NUM_PROBE_TIMES if current and not is_dominated[shape_index] else 1
+        if (
+            size.num_planned_steps < NUM_WARMUP_STEPS
+            and len(size.probe_times_s[shape_index]) < num_free
+        ):
             every = WARMUP_PROBE_EVERY
             share = 1e9
-        lost_s = num_steps * size.step_s[level] * (1 - tokens_per_s[level] / best)
-        unseen_s = size.step_s[current] * (size.num_planned_steps - size.probed_at[level])
+        lost_s = num_steps * size.step_s[shape_index] * (1 - tokens_per_s[shape_index] / best)
+        unseen_s = size.step_s[current] * (size.num_planned_steps - size.probed_at[shape_index])
         if num_since >= every and lost_s <= share * unseen_s:
-            due.append(level)
+            due.append(shape_index)
     return min(due, key=size.probed_at.__getitem__, default=None)
 
 

@@ -98,7 +98,10 @@ class ProgramTable:
 
 
 def common_step_keys(
-    sizes: Iterable[int], levels: DraftShapes, catch_up: CatchUpPolicy, min_shape_index: int = 0
+    sizes: Iterable[int],
+    draft_shapes: DraftShapes,
+    catch_up: CatchUpPolicy,
+    min_shape_index: int = 0,
 ) -> list[StepKey]:
     """Return the keys of the most frequent steps, largest batch size first.
 
@@ -106,9 +109,9 @@ def common_step_keys(
     draft shapes from ``min_shape_index`` on.
     """
     return [
-        StepKey(num_rows=num_rows, shape_index=level, catch_up=amount, traits=traits)
+        StepKey(num_rows=num_rows, shape_index=shape_index, catch_up=amount, traits=traits)
         for num_rows in sorted(sizes, reverse=True)
-        for level in range(min_shape_index, len(levels))
-        for amount in catch_up.common_widths(levels[level].depth)
+        for shape_index in range(min_shape_index, len(draft_shapes))
+        for amount in catch_up.common_widths(draft_shapes[shape_index].depth)
         for traits in (GREEDY_TRAITS, SAMPLED_TRAITS)
     ]

@@ -37,13 +37,13 @@ class Scheduler:
         self,
         pool: PagePool,
         max_rows: int,
-        levels: DraftShapes,
+        draft_shapes: DraftShapes,
         max_model_len: int,
         eos_ids: tuple[int, ...],
     ) -> None:
         self._pool = pool
-        self._max_depth = levels[-1].depth
-        self._num_ahead = num_slots_ahead(levels)
+        self._max_depth = draft_shapes[-1].depth
+        self._num_ahead = num_slots_ahead(draft_shapes)
         self._max_model_len = max_model_len
         self._eos_ids = eos_ids
         self._free_rows = list(range(max_rows - 1, -1, -1))

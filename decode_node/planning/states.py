@@ -99,7 +99,7 @@ class RunningSequence:
         """Upper bound of ``num_known`` once all in-flight steps have completed."""
         return self.num_known + self.num_in_flight * (self.last_depth + 1)
 
-    def record_step(self, level: DraftShape, num_accepted: int, num_kept: int) -> None:
+    def record_step(self, draft_shape: DraftShape, num_accepted: int, num_kept: int) -> None:
         """Count one step that emitted ``num_accepted`` drafts plus one token.
 
         Only the first ``num_kept`` of these tokens were kept. The others do not count as accepted.
@@ -109,7 +109,9 @@ class RunningSequence:
             self.first_accepted = num_accepted
         self.num_output += num_kept
         self.num_isolated_steps = max(0, self.num_isolated_steps - 1)
-        self.steps[min(level.depth, self.draft_limit), level.num_nodes, num_accepted] += 1
+        self.steps[
+            min(draft_shape.depth, self.draft_limit), draft_shape.num_nodes, num_accepted
+        ] += 1
 
     @property
     def counts(self) -> SpeculationCounts:

@@ -27,7 +27,7 @@ class StepPlanner:
     def __init__(
         self,
         buckets: tuple[int, ...],
-        levels: DraftShapes,
+        draft_shapes: DraftShapes,
         length: DraftLengthPolicy,
         catch_up: CatchUpPolicy,
         may_profile: bool = False,
@@ -36,15 +36,15 @@ class StepPlanner:
         self._buckets = buckets
         self._draft_length = length
         self._catch_up = catch_up
-        self._levels = levels
-        self._costs = StepCostModel.unprofiled(levels)
-        self._is_adaptive = length is draft_length.adaptive and len(levels) > 1
+        self._draft_shapes = draft_shapes
+        self._costs = StepCostModel.unprofiled(draft_shapes)
+        self._is_adaptive = length is draft_length.adaptive and len(draft_shapes) > 1
         self.may_profile = may_profile and self._is_adaptive
         self._program_table = ProgramTable(common_keys)
 
     @classmethod
     def from_config(
-        cls, config: TandemConfig, levels: DraftShapes, catch_up: CatchUpPolicy
+        cls, config: TandemConfig, draft_shapes: DraftShapes, catch_up: CatchUpPolicy
     ) -> "StepPlanner":
         """Build the planner that ``config`` selects.
 
@@ -53,12 +53,19 @@ class StepPlanner:
         decode = config.decode
         speculation = config.speculation
         buckets = resolve_buckets(decode.batch_sizes, decode.max_num_seqs, decode.device)
-        min_shape_index = len(levels) - 1 if speculation.draft_length == draft_length.FIXED else 0
+        min_shape_index = (
+            len(draft_shapes) - 1 if speculation.draft_length == draft_length.FIXED else 0
+        )
         common_keys = common_step_keys(
-            sizes=buckets, levels=levels, catch_up=catch_up, min_shape_index=min_shape_index
+            sizes=buckets,
+            draft_shapes=draft_shapes,
+            catch_up=catch_up,
+            min_shape_index=min_shape_index,
         )
         length = draft_length.DRAFT_LENGTH_POLICIES[speculation.draft_length]
-        return cls(buckets, levels, length, catch_up, speculation.profile_at_startup, common_keys)
+        return cls(
+            buckets, draft_shapes, length, catch_up, speculation.profile_at_startup, common_keys
+        )
 
     def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
         exec_modes = {proposal.exec_mode for proposal in proposals}
@@ -84,18 +91,18 @@ class StepPlanner:
         """Choose the step key for all ranks, at least one of which has rows."""
         num_rows = bucket_for(max(proposal.num_rows for proposal in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
-        level = self._draft_length(self._costs, (num_rows, num_context), [*map(sum, columns)])
+        shape_index = self._draft_length(self._costs, (num_rows, num_context), [*map(sum, columns)])
         backlog = max(proposal.backlog for proposal in proposals)
-        amount = self._catch_up.catch_up_width(self._levels[level].depth, backlog)
+        amount = self._catch_up.catch_up_width(self._draft_shapes[shape_index].depth, backlog)
         traits = merge_traits(proposal.traits for proposal in proposals if proposal.num_rows)
-        return StepKey(num_rows=num_rows, shape_index=level, catch_up=amount, traits=traits)
+        return StepKey(num_rows=num_rows, shape_index=shape_index, catch_up=amount, traits=traits)
 
     def _profile_key(self, proposals: Sequence[Proposal]) -> StepKey | None:
         """Return the key of a step whose cost is unknown, or None if all have been measured."""
         if (next_unprofiled := self._costs.next_unprofiled(self._buckets)) is None:
             return None
-        num_rows, level = next_unprofiled
+        num_rows, shape_index = next_unprofiled
         amount = self._catch_up.catch_up_width(
-            self._levels[level].depth, self._catch_up.initial_backlog
+            self._draft_shapes[shape_index].depth, self._catch_up.initial_backlog
         )
-        return StepKey(num_rows, level, amount)
+        return StepKey(num_rows, shape_index, amount)

@@ -36,12 +36,14 @@ class HostDraftRunner:
         self._caches = caches
         self.num_draftless_steps = 0
 
-    def draft_inputs(self, key: StepKey, level: DraftShape, rows: RowTensors) -> tuple[Tensor, ...]:
+    def draft_inputs(
+        self, key: StepKey, draft_shape: DraftShape, rows: RowTensors
+    ) -> tuple[Tensor, ...]:
         """Run the drafter and return its drafts as program inputs (see ``unpack_drafts``).
 
         The probabilities q are included if some row uses rejection sampling and not all are greedy.
         """
-        drafts = self._drafts(key, level, rows)
+        drafts = self._drafts(key, draft_shape, rows)
         assert drafts.num_B is not None
         inputs = [drafts.tokens_BN, drafts.num_B]
         if drafts.parents_BN is not None:
@@ -51,24 +53,24 @@ class HostDraftRunner:
             inputs.append(one_hot().float() if drafts.q_BNV is None else drafts.q_BNV)
         return (*inputs,)
 
-    def _drafts(self, key: StepKey, level: DraftShape, rows: RowTensors) -> Drafts:
+    def _drafts(self, key: StepKey, draft_shape: DraftShape, rows: RowTensors) -> Drafts:
         none_B = torch.zeros_like(rows.state.num_output_B)
-        none_BN = none_B.unsqueeze(1).repeat(1, level.num_nodes)
+        none_BN = none_B.unsqueeze(1).repeat(1, draft_shape.num_nodes)
         none = Drafts(
             tokens_BN=none_BN,
             num_B=none_B,
             q_BNV=None,
-            parents_BN=none_BN if level.parents is None else None,
+            parents_BN=none_BN if draft_shape.parents is None else None,
         )
         try:
             # The drafter has no part in a step that neither drafts nor catches up.
-            if level.num_nodes or key.catch_up:
+            if draft_shape.num_nodes or key.catch_up:
                 drafts = draft(
                     drafter=self._loaded.drafter,
                     caches=self._caches,
                     rows=rows,
                     key=key,
-                    level=level,
+                    draft_shape=draft_shape,
                 )
                 return check_drafts(drafts, none, self._loaded.config.vocab_size)
         except Exception as error:
@@ -82,10 +84,10 @@ class HostDraftRunner:
         return none
 
 
-def unpack_drafts(level: DraftShape, inputs: tuple[Tensor, ...]) -> Drafts:
-    """Rebuild Drafts from the tensors that ``draft_inputs`` returned for draft shape ``level``."""
+def unpack_drafts(draft_shape: DraftShape, inputs: tuple[Tensor, ...]) -> Drafts:
+    """Rebuild Drafts from the tensors that ``draft_inputs`` returned for ``draft_shape``."""
     tokens_BN, num_B, *more = inputs
-    parents_BN = more.pop(0) if level.parents is None else None
+    parents_BN = more.pop(0) if draft_shape.parents is None else None
     return Drafts(
         tokens_BN=tokens_BN, num_B=num_B, q_BNV=more[0] if more else None, parents_BN=parents_BN
     )

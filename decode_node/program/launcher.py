@@ -69,13 +69,13 @@ class Launcher:
 
     def __init__(self, parts: RankParts, catch_up: CatchUpPolicy) -> None:
         loaded = parts.loaded
-        self._levels = parts.draft_shapes
+        self._draft_shapes = parts.draft_shapes
         self._loaded = loaded
         self._pool = parts.pool
         self._catch_up = catch_up
-        self._transitions = DepthTransitions.from_shapes(self._levels)
-        max_depth = self._levels[-1].depth
-        width = parts.pool.num_pages_for(loaded.max_model_len + num_slots_ahead(self._levels))
+        self._transitions = DepthTransitions.from_shapes(self._draft_shapes)
+        max_depth = self._draft_shapes[-1].depth
+        width = parts.pool.num_pages_for(loaded.max_model_len + num_slots_ahead(self._draft_shapes))
         self.rows = Rows(
             loaded=loaded,
             num_rows=parts.config.decode.max_num_seqs,
@@ -84,7 +84,7 @@ class Launcher:
             width=width,
         )
         self.programs = Programs(
-            loaded=loaded, caches=parts.caches, rows=self.rows, levels=self._levels
+            loaded=loaded, caches=parts.caches, rows=self.rows, draft_shapes=self._draft_shapes
         )
 
     def prepare(self, sequences: list[RunningSequence], plan: StepPlan) -> PreparedStep:
@@ -110,7 +110,7 @@ class Launcher:
         """Launch ``step``. Rows and pages of its sequences must not be freed before ``collect``."""
         key = step.plan.key
         started_at = timestamp(self._loaded.device)
-        depth = self._levels[key.shape_index].depth
+        depth = self._draft_shapes[key.shape_index].depth
         self._loaded.dispatch.is_counting = step.plan.purpose == SERVE
         result = self.programs.run(step)
         num_logprobs = [sequence.request.sampling.logprobs for sequence in step.sequences]
@@ -139,7 +139,7 @@ class Launcher:
         """
         if self._loaded.kernels.reads_paged_cache:
             return None
-        more = self._levels[key.shape_index].num_slots - 1
+        more = self._draft_shapes[key.shape_index].num_slots - 1
         bounds = (
             min(self._pool.num_pages_for(sequence.max_num_known + more), len(sequence.pages))
             for sequence in sequences

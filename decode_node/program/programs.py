@@ -68,7 +68,7 @@ class Programs:
     """
 
     def __init__(
-        self, loaded: LoadedModel, caches: Caches, rows: Rows, levels: DraftShapes
+        self, loaded: LoadedModel, caches: Caches, rows: Rows, draft_shapes: DraftShapes
     ) -> None:
         self._loaded = loaded
         self._caches = caches
@@ -76,7 +76,10 @@ class Programs:
         self.functions: dict[int, tuple[StepKey, ReplayableFunction]] = {}
         self.uncapturable: dict[StepKey, str] = loaded.uncapturable
         self._num_failed = Counter[StepKey]()
-        self._shapes = [StepShape(level, static_tree(level, loaded.device)) for level in levels]
+        self._shapes = [
+            StepShape(draft_shape, static_tree(draft_shape, loaded.device))
+            for draft_shape in draft_shapes
+        ]
         self._host_drafts = HostDraftRunner(loaded, caches)
 
     @property
@@ -163,9 +166,9 @@ class Programs:
         key = step.plan.key
         if not self._loaded.drafter.runs_on_host:
             return step.read_B, step.write_B
-        level = self._shapes[key.shape_index].draft_shape
+        draft_shape = self._shapes[key.shape_index].draft_shape
         rows = self._rows.select(step.read_B, step.num_pages, key.traits)
-        return step.read_B, step.write_B, *self._host_drafts.draft_inputs(key, level, rows)
+        return step.read_B, step.write_B, *self._host_drafts.draft_inputs(key, draft_shape, rows)
 
     def _compute(
         self,

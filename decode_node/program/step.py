@@ -67,7 +67,9 @@ def decode_step(
         "rules come if a row has some"
     )
     drafts = (
-        draft(drafter=loaded.drafter, caches=caches, rows=rows, key=key, level=shape.draft_shape)
+        draft(
+            drafter=loaded.drafter, caches=caches, rows=rows, key=key, draft_shape=shape.draft_shape
+        )
         if host_drafts is None
         else host_drafts
     )
@@ -125,7 +127,7 @@ def verify_input(
 
 
 def draft(
-    drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, level: DraftShape
+    drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, draft_shape: DraftShape
 ) -> Drafts:
     """Call the drafter for the selected ``rows``."""
     state = rows.state
@@ -146,7 +148,7 @@ def draft(
     return drafter.draft(
         state=state.drafter,
         context=context,
-        draft_shape=level,
+        draft_shape=draft_shape,
         catch_up_width=key.catch_up,
         caches=caches,
     )

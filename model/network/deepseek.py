@@ -98,13 +98,7 @@ class DeepseekV3(nn.Module):
                 x_XD = self.model.norm.add(x_XD, branch)[0]
                 branch = None
                 found.append(x_XD)
-            x_XD, branch = layer(
-                config=x_XD,
-                is_moe=branch,
-                num_tokens=batch,
-                num_experts_hit=cache,
-                item_bytes=angles,
-            )
+            x_XD, branch = layer(x_XD, branch, batch, cache, angles)
         shape = batch.token_ids_BQ.shape
         hidden_BQD = self.model.norm.add(x_XD, branch)[1].view(*shape, -1)
         return hidden_BQD, torch.cat(found, -1).view(*shape, -1) if found else hidden_BQD

@@ -50,11 +50,11 @@ def build_tree(parents_BN: Tensor, depth: int) -> Tree:
     return Tree(parent_BQ=parent_BQ, depth_BQ=depth_BQ, bits_BQ=bits_BQ, depth=depth)
 
 
-def static_tree(level: DraftShape, device: torch.device) -> Tree | None:
+def static_tree(draft_shape: DraftShape, device: torch.device) -> Tree | None:
     """Return the tree of a draft shape for one row, None for a chain or a per-step tree."""
-    if level.is_chain or level.parents is None:
+    if draft_shape.is_chain or draft_shape.parents is None:
         return None
-    return build_tree(torch.tensor([level.parents], device=device), level.depth)
+    return build_tree(torch.tensor([draft_shape.parents], device=device), draft_shape.depth)
 
 
 def on_path(bits_BX: Tensor, num_nodes: int) -> Tensor:

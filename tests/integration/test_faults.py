@@ -105,7 +105,7 @@ def epochs(server: Serving) -> dict[str, int]:
 
 
 def born(server: Serving) -> dict[str, int]:
-    return {node.name: node.born for node in nodes_of(server)}
+    return {node.name: node.process_epoch for node in nodes_of(server)}
 
 
 def replaced(server: Serving, before: dict[str, int]) -> set[str]:

@@ -88,7 +88,7 @@ async def test_a_status_tells_of_what_was_done_before_it_was_asked_for(
             assert ranks["decode"].counters["num_steps"] == decode.engine.num_steps
             assert ranks["prefill"].counters["num_steps"] == prefill.engine.num_steps
             assert ranks["decode"].max_tokens == decode.pool.max_tokens
-            assert ranks["decode"].born == decode.spec.epoch
+            assert ranks["decode"].process_epoch == decode.spec.epoch
             name = decode._parts.loaded.kernels.name
             assert ranks["decode"].kernels == f"{name}, {decode.engine.programs.exec_mode_status}"
             assert ranks["prefill"].kernels == name

@@ -253,13 +253,15 @@ class World:
         self.on_life(here())
         return await START_RANK(builder, spec, memory, *given, **build_options)
 
-    def _link(self, sink: Sink, owner: str, seat: str, epoch: int, control: Control) -> PeerLink:
+    def _link(
+        self, sink: Sink, owner: str, rank_name: str, epoch: int, control: Control
+    ) -> PeerLink:
         """Link like the product's Sink, and check that it never returns to an earlier epoch of a
         rank."""
-        link = LINK(sink, owner, seat, epoch, control)
-        if epoch < self.linked.get((sink, seat), epoch):
-            self.wrong(f"{sink._local_rank} has a link to {seat} of epoch {epoch} again")
-        self.linked[sink, seat] = epoch
+        link = LINK(sink, owner, rank_name, epoch, control)
+        if epoch < self.linked.get((sink, rank_name), epoch):
+            self.wrong(f"{sink._local_rank} has a link to {rank_name} of epoch {epoch} again")
+        self.linked[sink, rank_name] = epoch
         return link
 
     # Machines and gateways

@@ -202,7 +202,7 @@ A, B, C = Identity("a", 0, 1), Identity("b", 1, 2), Identity("c", 0, 3)
 
 
 def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
-    path = str(tmp_path / "rank.box")
+    path = str(tmp_path / "rank.journal")
     journal = CrashJournal(path)
     assert read_crash_journal(path) is None
     journal.record_in_flight("decode", [A, B])
@@ -218,11 +218,11 @@ def test_the_box_holds_whoever_may_be_to_blame(tmp_path: Path) -> None:
     journal.record_in_flight("prefill", [C], is_isolated=True)
     assert read_crash_journal(path) == InFlightBatch((C,), True), "the same rows once more"
     journal.close()
-    assert read_crash_journal(path) is None and not (tmp_path / "rank.box").exists()
+    assert read_crash_journal(path) is None and not (tmp_path / "rank.journal").exists()
 
 
 def test_a_box_takes_no_file_of_anothers_and_is_none_of_anothers(tmp_path: Path) -> None:
-    path, victim = tmp_path / "rank.box", tmp_path / "victim"
+    path, victim = tmp_path / "rank.journal", tmp_path / "victim"
     victim.write_text("not ours to write to")
     path.symlink_to(victim)
     journal = CrashJournal(str(path))
@@ -244,7 +244,7 @@ def test_a_box_takes_no_file_of_anothers_and_is_none_of_anothers(tmp_path: Path)
 
 
 def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
-    path = str(tmp_path / "rank.box")
+    path = str(tmp_path / "rank.journal")
     CrashJournal(path).record_in_flight("decode", [A])
     again = CrashJournal(path)
     assert read_crash_journal(path) is None
@@ -255,7 +255,7 @@ def test_a_later_life_of_a_process_begins_its_box_anew(tmp_path: Path) -> None:
 def test_a_box_has_its_room_on_the_disk_from_the_start(tmp_path: Path) -> None:
     """The journal's disk blocks are reserved at the start. Writing to a mapped file on a full disk
     would raise a signal."""
-    path = tmp_path / "rank.box"
+    path = tmp_path / "rank.journal"
     CrashJournal(str(path))
     status = path.stat()
     assert status.st_blocks * 512 >= status.st_size > 0  # POSIX counts blocks of 512 bytes
@@ -265,7 +265,7 @@ def test_no_step_is_too_large_for_a_box(tmp_path: Path) -> None:
     """The journal truncates a step with too many sequences, also with the longest ids that requests
     may have."""
     name = request_id("\U00020000" * 128)
-    path = str(tmp_path / "rank.box")
+    path = str(tmp_path / "rank.journal")
     everyone = [Identity(name, 0, (1 << 53) - i) for i in range(1, 3000)]
     CrashJournal(path).record_in_flight("prefill", everyone)
     assert read_crash_journal(path) == InFlightBatch(tuple(everyone[:MAX_RECORDED]), False)
@@ -303,7 +303,7 @@ def _die(path: str, is_writing: bool) -> None:
 
 @pytest.mark.parametrize("is_writing", [False, True])
 def test_the_box_outlives_its_process_whole_or_empty(tmp_path: Path, is_writing: bool) -> None:
-    path = str(tmp_path / "rank.box")
+    path = str(tmp_path / "rank.journal")
     process = multiprocessing.get_context("spawn").Process(target=_die, args=(path, is_writing))
     process.start()
     process.join(60)

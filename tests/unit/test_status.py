@@ -60,7 +60,7 @@ def test_who_is_not_ready_stands_apart_with_its_cause(shown: object) -> None:
 
 
 def test_who_has_kept_its_weights_is_told(shown: object) -> None:
-    kept = replace(node("decode-0.0", EAGER, 0.9), born=1795433100)
-    new = replace(node("decode-0.1", EAGER, 0.9), born=1795433213)
+    kept = replace(node("decode-0.0", EAGER, 0.9), process_epoch=1795433100)
+    new = replace(node("decode-0.1", EAGER, 0.9), process_epoch=1795433213)
     lines = shown(SERVING, kept, new)  # type: ignore[operator]
     assert "decode-0.0: weights kept from an earlier epoch" in lines
