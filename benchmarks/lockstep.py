@@ -64,10 +64,10 @@ class Timer:
         self.seconds, self.num = 0.0, 0
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **named: Any) -> Any:
             began_at = time.perf_counter()
             try:
-                return method(*args)
+                return method(*args, **named)
             finally:
                 self.seconds += time.perf_counter() - began_at
                 self.num += 1

@@ -135,7 +135,7 @@ _opening = threading.local()
 """Per thread: the fault that the store's client meets while the thread makes a channel."""
 
 
-def faulty_client(*given: Any) -> dist.Store:
+def faulty_client(**options: Any) -> dist.Store:
     """Replace ``store_client`` of kv_transfer/channel.py by one that can fail."""
     _opening.fault.meet("store")
-    return store_client(*given)
+    return store_client(**options)

@@ -124,7 +124,7 @@ def cost_s(key: StepKey) -> float:
 
 
 def scripted(report: Callable[..., StepReport]) -> Callable[..., StepReport]:
-    return lambda rungs, plan, program_s, *rest: report(rungs, plan, cost_s(plan.key), *rest)
+    return lambda plan, program_s, **rest: report(plan=plan, program_s=cost_s(plan.key), **rest)
 
 
 def trace_of(loaded: LoadedModel, name: str) -> list[str]:

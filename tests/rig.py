@@ -39,14 +39,14 @@ SPARED = ["speculation.profile_at_startup=false"]
 _loaded: dict[tuple[CheckpointConfig, SpeculationConfig, bool], LoadedModel] = {}
 
 
-def load_once(config: TandemConfig, kind: str, *share: Any) -> LoadedModel:
+def load_once(config: TandemConfig, kind: str, **options: Any) -> LoadedModel:
     """Load a model as load_model does, but share the weights between ranks that hold all experts.
     No rank writes to them."""
     key = config.model, config.speculation, kind == PREFILL
     section = config.of_kind(kind)
     assert (section.device, section.num_threads) == ("cpu", 1), "no key tells these apart"
     if section.dp_size > 1:
-        return load_model(config, kind, *share)
+        return load_model(config, kind, **options)
     if key not in _loaded:
         _loaded[key] = load_model(config, kind)
     return _loaded[key]

@@ -158,8 +158,8 @@ def experts_hit(loaded: LoadedModel) -> Iterator[list[int]]:
     found: list[int] = []
     route = loaded.kernels.route
 
-    def counting(*told: Any) -> tuple[Tensor, Tensor]:
-        ids, weights = route(*told)
+    def counting(**inputs: Any) -> tuple[Tensor, Tensor]:
+        ids, weights = route(**inputs)
         found.append(len(ids.unique()))
         return ids, weights
 

@@ -95,10 +95,14 @@ class NativeKernels(Kernels):
 
     @staticmethod
     def adjust(
-        logits_BV: Tensor, rules: AdjustRows, num_output_B: Tensor, drafts_BN: Tensor
+        logits_BV: Tensor,
+        rules: AdjustRows,
+        num_output_B: Tensor,
+        drafts_BN: Tensor,
+        seen_BN: Tensor | None = None,
     ) -> Tensor:
         return torch.ops.tandem.adjust.default(
-            logits_BV, list_tensors(rules), num_output_B, drafts_BN
+            logits_BV, list_tensors(rules), num_output_B, drafts_BN, seen_BN
         )
 
     def sample_tokens(

@@ -55,7 +55,7 @@ class RMSNorm(KernelModule):
         """Return ``x + branch`` and the norm of this sum. Without ``branch`` the sum is ``x``."""
         if branch is None:
             return x, self(x)
-        return self.kernels.add_rms_norm(x_XD=x, branch=branch, weight_D=self.weight, eps=self.eps)
+        return self.kernels.add_rms_norm(x, branch, self.weight, self.eps)
 
 
 class Matrices(KernelModule):
@@ -104,9 +104,7 @@ class Linear(Matrices):
         del self.weight
 
     def forward(self, x: Tensor, in_fp32: bool = False) -> Tensor:
-        return self.kernels.linear(
-            x_XK=x, packed=self.packed, num_out=self.num_out, in_fp32=in_fp32
-        )
+        return self.kernels.linear(x, self.packed, self.num_out, in_fp32)
 
 
 def same_format(*weights: Weights) -> list[Any]:

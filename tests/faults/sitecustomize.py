@@ -65,12 +65,12 @@ def _end_in_lockstep(collectives: Any) -> None:
                 path.unlink()
                 os.kill(os.getpid(), signal_number)
 
-    def calling(self: Any, *args: Any) -> None:
+    def calling(self: Any, *args: Any, **named: Any) -> None:
         meet(self.position.number + 1)
-        call(self, *args)
+        call(self, *args, **named)
 
-    def beginning(self: Any, *args: Any) -> None:
-        begin(self, *args)
+    def beginning(self: Any, *args: Any, **named: Any) -> None:
+        begin(self, *args, **named)
         meet(0)
 
     collectives.Collectives._call, collectives.Collectives.start_step = calling, beginning
@@ -81,12 +81,12 @@ def _tell_who(gang_lockstep: Any) -> None:
     ``lives``."""
     inner = gang_lockstep.GangLockstep.__init__
 
-    def joining(self: Any, spec: Any, *args: Any) -> None:
+    def joining(self: Any, spec: Any, *args: Any, **named: Any) -> None:
         _stop("joining")
         Path(os.environ["FAULTS"], f"{spec.rank_name}.pid").write_text(str(os.getpid()))
         with Path(os.environ["FAULTS"], "lives").open("a") as file:
             file.write(f"{spec.epoch_name}\n")
-        inner(self, spec, *args)
+        inner(self, spec, *args, **named)
 
     gang_lockstep.GangLockstep.__init__ = joining
 

@@ -60,8 +60,8 @@ def note_attempts(flow: Any) -> None:
         finally:
             note("attempts.jsonl", request=name, event=ENDED, error=error[:300])
 
-    async def granting(request: Any, *args: Any) -> None:
-        await grant(request, *args)
+    async def granting(request: Any, *args: Any, **named: Any) -> None:
+        await grant(request, *args, **named)
         note("attempts.jsonl", request=request.request_id, event=GRANTED)
 
     flow.run_request, flow._grant = running, granting
@@ -71,8 +71,8 @@ def note_routing(gateway: Any) -> None:
     """Patch tandem.cluster.gateway.gateway."""
     find_pair = gateway.ClusterGateway._choose_route
 
-    async def finding(self: Any, request: Any, *args: Any) -> Any:
+    async def finding(self: Any, request: Any, *args: Any, **named: Any) -> Any:
         note("attempts.jsonl", request=request.request_id, event=ROUTING)
-        return await find_pair(self, request, *args)
+        return await find_pair(self, request, *args, **named)
 
     gateway.ClusterGateway._choose_route = finding

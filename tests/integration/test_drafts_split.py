@@ -60,8 +60,8 @@ async def drafted(
     spies: list[Heard] = []
     load_once = rigs.load_once
 
-    def spied(*given: Any) -> LoadedModel:
-        loaded = load_once(*given)
+    def spied(**options: Any) -> LoadedModel:
+        loaded = load_once(**options)
         spies.append(Heard(loaded.drafter))
         return replace(loaded, drafter=spies[-1])  # type: ignore[arg-type]
 

@@ -272,7 +272,7 @@ def test_a_meeting_that_nobody_holds_any_more_is_no_fault_of_who_comes(
         port = gone.getsockname()[1]
     monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.CONNECT_S", 0.5)
     if is_known:
-        monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.connect", lambda *given: None)
+        monkeypatch.setattr("tandem.runtime.gang.gang_lockstep.connect", lambda **options: None)
     spec = RankSpec("decode-0", DECODE, 7, 1, 2)
     with pytest.raises(EpochEnded, match="planner" if is_known else "does not come together"):
         GangLockstep(

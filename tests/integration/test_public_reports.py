@@ -344,7 +344,7 @@ async def test_pages_that_prefill_gave_up_are_never_read(
     the prefill rank's pages. Checksums are off, so only page generations protect it."""
     call, goes_on, num_sent = PeerLink.call, asyncio.Event(), 0
 
-    async def held(self: PeerLink, method: str, message: Any, *rest: Any) -> Any:
+    async def held(self: PeerLink, method: str, message: Any, *rest: Any, **named: Any) -> Any:
         nonlocal num_sent
         if not goes_on.is_set() and method == "renew":
             raise RankLost("the call is lost")
@@ -352,7 +352,7 @@ async def test_pages_that_prefill_gave_up_are_never_read(
             num_sent += 1
             if num_sent > 1:
                 await goes_on.wait()
-        return await call(self, method, message, *rest)
+        return await call(self, method, message, *rest, **named)
 
     sets = "kv.num_pages=40", "kv.page_size=8", "kv_transfer.lease_s=0.5"
     staging = "kv_transfer.staging_bytes=65536", "kv_transfer.checksums=false"

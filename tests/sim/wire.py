@@ -74,12 +74,12 @@ class Wires:
         self.stores[host, store.port] = store
         return store, store.port
 
-    def store_client(self, host: str, port: int, timeout_s: float, nonce: str = "") -> Any:
+    def store_client(self, host: str, port: int, timeout_s: float, prefix: str = "") -> Any:
         store = self.stores.get((host, port))
         self.threads.sleep(self.net.latency_s())  # time: virtual
         if store is None or not store.process.is_alive or self.net.is_silent(here(), store.process):
             raise RuntimeError(f"nobody answers at {host}:{port}")
-        return store, nonce
+        return store, prefix
 
     def backend(self, host: str, timeout_s: float) -> "Backend":
         return Backend(self, timeout_s)

@@ -159,7 +159,7 @@ class World:
             patch.object(parts, "load_model", self.loads),
             patch.object(parts, "GangLockstep", self.gangs.member),
             patch.object(parts, "start_rank", self._start_rank),
-            patch.object(Sink, "_link", lambda *given: self._link(*given)),
+            patch.object(Sink, "_link", lambda *args, **named: self._link(*args, **named)),
             patch.object(planner_server, "PlannerServer", self.gangs.hub),
             patch.object(listener, "_raise_backlog", lambda server: None),
             patch.object(stall_detector, "read_cpu_wait_s", lambda thread_id: 0.0),

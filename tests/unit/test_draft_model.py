@@ -95,9 +95,9 @@ def test_a_tree_has_room_for_all_that_drafting_it_writes(
     tree = "speculation.max_depth=4", "speculation.max_tree_nodes=4", "speculation.top_k=4"
     loaded, spared = loaded_with(main, small, *tree, "model.kernels=torch"), list[int]()
 
-    def noted(table_BP: Tensor, slots_BQ: Tensor, *rest: Any) -> Tensor:
-        spared.append(table_BP.shape[1] - 1 - int(slots_BQ.max()))
-        return physical_slots(table_BP, slots_BQ, *rest)
+    def noted(page_table_BP: Tensor, slots_BQ: Tensor, **named: Any) -> Tensor:
+        spared.append(page_table_BP.shape[1] - 1 - int(slots_BQ.max()))
+        return physical_slots(page_table_BP, slots_BQ, **named)
 
     monkeypatch.setattr(mtp_tree, "physical_slots", noted)
     chain_drafts(loaded, prompt(9), 4, 0, page_size=1)

@@ -161,10 +161,10 @@ def test_a_communicator_that_is_created_after_the_abort_is_aborted_too() -> None
     made, group = channel()
     begun, creating, post = threading.Event(), threading.Event(), group.recv
 
-    def slow(*asked: Any) -> Any:
+    def slow(*args: Any, **named: Any) -> Any:
         begun.set()
         assert creating.wait(PATIENCE_S)
-        return post(*asked)
+        return post(*args, **named)
 
     group.recv = slow  # type: ignore[method-assign]
     transfer = made.recv(torch.zeros(8))

@@ -108,17 +108,21 @@ def test_a_rank_without_rows_runs_the_planned_step_and_emits_nothing(
         MtpLayer.write_cache,
     )
 
-    def recording(network: object, batch: Batch, *rest: object) -> object:
+    def recording(network: object, batch: Batch, *rest: object, **named: object) -> object:
         batches.append(batch)
-        return tapped(network, batch, *rest)
+        return tapped(network, batch, *rest, **named)
 
-    def recording_predict(layer: object, z: Tensor, batch: Batch, *rest: object) -> Tensor:
+    def recording_predict(
+        layer: object, z_XD: Tensor, batch: Batch, *rest: object, **named: object
+    ) -> Tensor:
         passes.append(batch)
-        return predict(layer, z, batch, *rest)
+        return predict(layer, z_XD, batch, *rest, **named)
 
-    def recording_write(layer: object, z: Tensor, batch: Batch, *rest: object) -> None:
+    def recording_write(
+        layer: object, z_XD: Tensor, batch: Batch, *rest: object, **named: object
+    ) -> None:
         passes.append(batch)
-        write(layer, z, batch, *rest)
+        write(layer, z_XD, batch, *rest, **named)
 
     monkeypatch.setattr(type(loaded.network), "forward_with_taps", recording)
     monkeypatch.setattr(MtpLayer, "predict", recording_predict)

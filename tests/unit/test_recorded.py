@@ -319,7 +319,7 @@ def test_a_program_is_made_between_steps_if_nobody_is_ever_without_work(
         monkeypatch.setattr(kernels, "make_replayable", lambda function: broken)
     monkeypatch.setattr("tandem.decode_node.planning.program_table.MAX_EAGER_STEPS", 2)
     monkeypatch.setattr(
-        "tandem.decode_node.planning.step_planner.common_step_keys", lambda *told: []
+        "tandem.decode_node.planning.step_planner.common_step_keys", lambda **named: []
     )
     bench = Bench(replace(loaded, kernels=kernels, uncapturable={}), max_rows=6, overlap=overlap)
     step, busy = bench.decode.step, list[int]()
