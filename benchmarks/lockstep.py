@@ -35,7 +35,7 @@ from tandem.core.request import Request, SamplingParams
 from tandem.decode_node.engine import DecodeEngine
 from tandem.decode_node.planning.states import RequestSize
 from tandem.kv_transfer.pages import PagePool
-from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.prefill_node.engine import ChunkResult, PrefillEngine
 from tandem.runtime.engine_loop import EngineLoop
 from tandem.runtime.gang.collectives import Collectives
 from tandem.runtime.gang.gang_lockstep import GangLockstep
@@ -153,7 +153,7 @@ def start(
     return engine, loop
 
 
-def drop(engine: DecodeEngine | PrefillEngine, done: Progress) -> None:
+def drop(engine: DecodeEngine | PrefillEngine, done: ChunkResult) -> None:
     if done.first_token is not None:
         engine.scheduler.drop(done.sequence.identity)
 

@@ -24,8 +24,8 @@ from tandem.decode_node.planning.scheduler import Scheduler
 from tandem.decode_node.planning.states import RequestSize, RunningSequence
 from tandem.decode_node.planning.step_plan import (
     CAPTURE,
-    Proposal,
     StepPlan,
+    StepProposal,
     StepReport,
     proposal_for,
 )
@@ -57,7 +57,7 @@ class DecodeEngine:
         parts: RankParts,
         on_updates: Callable[[list[SequenceUpdate]], None],
         on_grant: Callable[[Identity], None],
-        planner: Planner[Proposal, StepPlan] | None = None,
+        planner: Planner[StepProposal, StepPlan] | None = None,
     ) -> None:
         loaded = parts.loaded
         pool = parts.pool
@@ -79,7 +79,7 @@ class DecodeEngine:
         self._launcher = Launcher(parts, self._catch_up)
         self.programs = self._launcher.programs
         decide = StepPlanner.from_config(config, draft_shapes, self._catch_up)
-        schema = Proposal, StepPlan
+        schema = StepProposal, StepPlan
         self._planner = planner or parts.lockstep.planner(decide, schema, parts.loop.wake)
         self._loaded = loaded
         self._captures_ahead = loaded.exec_mode == CAPTURED
@@ -228,7 +228,7 @@ class DecodeEngine:
             for sequence in preempted
         ]
 
-    def _proposal(self, sequences: list[RunningSequence]) -> Proposal:
+    def _proposal(self, sequences: list[RunningSequence]) -> StepProposal:
         """Return the rank's proposal, with the report of the step read last unless already sent."""
         report = self._report
         self._report = None

@@ -21,7 +21,7 @@ from tandem.core.errors import HandoverError
 from tandem.kv_transfer.caches import DeviceEvent, PagedCaches, Span
 from tandem.kv_transfer.layout import Group
 from tandem.kv_transfer.messages import Checksums
-from tandem.kv_transfer.offer_book import ComputedPrefix
+from tandem.kv_transfer.offer_book import ComputedTokens
 
 if TYPE_CHECKING:
     from tandem.kv_transfer.pull import PullState
@@ -46,13 +46,13 @@ class PageChecksums:
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         """Generation and checksum by group name and page."""
 
-    def of(self, now: ComputedPrefix) -> Checksums:
+    def of(self, now: ComputedTokens) -> Checksums:
         """Return the checksums of all computed tokens. Must be called on one thread."""
         size = self._caches.pool.page_size
         groups = {group.name: self._of(group, now, size) for group in self._caches.layout.groups}
         return Checksums(size, groups)
 
-    def _of(self, group: Group, now: ComputedPrefix, size: int) -> tuple[int, ...]:
+    def _of(self, group: Group, now: ComputedTokens, size: int) -> tuple[int, ...]:
         num_full, num_left = divmod(now.num_tokens, size)
         owned = {(group.name, page): page for page in now.pages[:num_full]}
         generations = dict(zip(owned, now.generations, strict=False))

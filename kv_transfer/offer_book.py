@@ -19,7 +19,7 @@ ENDED_KEEP_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedPrefix:
+class ComputedTokens:
     """The part of a sequence whose KV is computed.
 
     Attributes:
@@ -45,7 +45,7 @@ class OpenOffer:
         seal: None until the KV is complete. Holds the generations of the pages at that time.
     """
 
-    computed: ComputedPrefix
+    computed: ComputedTokens
     ends_at: float
     on_release: Callable[[], None]
     seal: Seal | None = None
@@ -81,7 +81,7 @@ class OfferBook:
         assert identity not in self._open, f"{identity} was opened twice"
         if identity in self._ended:
             return False
-        self._open[identity] = OpenOffer(ComputedPrefix(), self._clock() + self.lease_s, on_release)
+        self._open[identity] = OpenOffer(ComputedTokens(), self._clock() + self.lease_s, on_release)
         self._notify(identity)
         return True
 
@@ -98,7 +98,7 @@ class OfferBook:
             raise SequenceEnded(f"{identity}: not offered here")
         return entry
 
-    def advance(self, identity: Identity, now: ComputedPrefix, seal: Seal | None = None) -> None:
+    def advance(self, identity: Identity, now: ComputedTokens, seal: Seal | None = None) -> None:
         """Record progress of an offer; ignored if the offer has ended.
 
         Known pages keep the generation they were added with, so that the generation of a later

@@ -18,7 +18,7 @@ from tandem.kv_transfer.caches import Span, staging_view
 from tandem.kv_transfer.checksums import PageChecksums
 from tandem.kv_transfer.endpoint import TransferEndpoint
 from tandem.kv_transfer.layout import check_compatible
-from tandem.kv_transfer.offer_book import ComputedPrefix, OfferBook
+from tandem.kv_transfer.offer_book import ComputedTokens, OfferBook
 from tandem.kv_transfer.staging import Buffer
 from tandem.kv_transfer.waiting import wait_for_transfer
 
@@ -93,7 +93,7 @@ class Source:
         pool = self._endpoint.caches.pool
         most = len(pages) * pool.page_size
         assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
-        now = ComputedPrefix(
+        now = ComputedTokens(
             num_tokens=num_tokens,
             pages=tuple(pages),
             generations=pool.generations(pages),

@@ -39,7 +39,7 @@ NO_TOKEN = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class ChunkResult:
     """Progress of a sequence after a chunk.
 
     After the last chunk, ``first_token`` is the sampled token, with its ``logprobs`` if requested.
@@ -84,7 +84,7 @@ class PrefillEngine:
     def __init__(
         self,
         parts: RankParts,
-        on_progress: Callable[[Progress], None],
+        on_progress: Callable[[ChunkResult], None],
         on_failed: Callable[[Identity, TandemError], None],
         pages: PageSource | None = None,
         planner: Planner[int, int] | None = None,
@@ -244,7 +244,7 @@ class PrefillEngine:
             if end and end[0] == NO_TOKEN:
                 self._end_broken(chunk.sequence)
                 continue
-            progress = Progress(chunk.sequence, *end)
+            progress = ChunkResult(chunk.sequence, *end)
             self.scheduler.advance(chunk, progress.first_token)
             self._on_progress(progress)
 

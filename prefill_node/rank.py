@@ -18,7 +18,7 @@ from tandem.core.tasks import resolve
 from tandem.kv_transfer.messages import Seal
 from tandem.kv_transfer.source import Source
 from tandem.net.calls import CALL_ADDRESS, CallServer
-from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.prefill_node.engine import ChunkResult, PrefillEngine
 from tandem.prefill_node.page_source import PageSource
 from tandem.prefill_node.prefill_calls import Prefill, PrefillReply
 from tandem.runtime.computed_rows import ComputedRows
@@ -44,7 +44,7 @@ class PrefillRank:
         self._counters = parts.counters
         self._kernels = parts.loaded.kernels.name
         self._rows = ComputedRows(parts.loop, parts.loaded.dispatch)
-        self._callers: dict[Identity, asyncio.Future[Progress]] = {}
+        self._callers: dict[Identity, asyncio.Future[ChunkResult]] = {}
         self._asyncio = asyncio.get_running_loop()
         parts.loop.on_failure(self._on_engine_failure)
         parts.loop.add(self.engine)
@@ -74,7 +74,7 @@ class PrefillRank:
         await self._server.stop()
         await asyncio.to_thread(self.loop.stop)
 
-    def _on_progress(self, progress: Progress) -> None:
+    def _on_progress(self, progress: ChunkResult) -> None:
         """Offer a computed chunk. After the last one, seal the hand-over and complete the call.
 
         Called on the engine thread.
@@ -113,14 +113,14 @@ class PrefillRank:
             self._answer(identity, RankDied(text))
             self.source.fail(identity, text)
 
-    def _answer(self, identity: Identity, result: Progress | TandemError) -> None:
+    def _answer(self, identity: Identity, result: ChunkResult | TandemError) -> None:
         """Complete the pending call of ``identity``, if any. Called on the engine thread."""
         answer = self._callers.pop(identity, None)
         if answer is not None:
             self._asyncio.call_soon_threadsafe(resolve, answer, result)
 
     async def _prefill(self, prefill: Prefill) -> PrefillReply:
-        answer: asyncio.Future[Progress] = self._asyncio.create_future()
+        answer: asyncio.Future[ChunkResult] = self._asyncio.create_future()
         submitted_at = time.monotonic()
         try:
             await self.loop.call(lambda: self._submit(prefill, answer))
@@ -138,7 +138,7 @@ class PrefillRank:
             logprobs=done.logprobs,
         )
 
-    def _submit(self, prefill: Prefill, answer: "asyncio.Future[Progress]") -> None:
+    def _submit(self, prefill: Prefill, answer: "asyncio.Future[ChunkResult]") -> None:
         identity = prefill.identity
         self.engine.scheduler.admit(identity, prefill.request, prefill.is_suspect)
         self._callers[identity] = answer

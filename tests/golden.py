@@ -28,10 +28,10 @@ from tandem.decode_node.planning.step_plan import (
     CAPTURE,
     GREEDY_TRAITS,
     SAMPLED_TRAITS,
-    Proposal,
     SamplingTraits,
     StepKey,
     StepPlan,
+    StepProposal,
     StepReport,
     step_report,
 )
@@ -280,7 +280,7 @@ def a_gang_of_three(load: Load) -> None:
         key = None if plan is None or plan.purpose == CAPTURE else plan.key
 
 
-def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> Proposal:
+def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) -> StepProposal:
     """Return a proposal that reports the ``last`` step, in which most drafts were accepted."""
     rows = [
         (limit, range(1, 1 + sum(draw.random() < 0.75 for _ in range(limit)))) for limit in limits
@@ -296,7 +296,7 @@ def proposal_of(draw: random.Random, limits: list[int], last: StepKey | None) ->
         (GREEDY_TRAITS, SAMPLED_TRAITS, SamplingTraits(has_logit_rules=True)), (6, 3, 1)
     )[0]
     counts, backlog = tuple(map(limits.count, range(4))), 1 + draw.randrange(4)
-    return Proposal(counts, backlog, traits, CAPTURED, report=report)
+    return StepProposal(counts, backlog, traits, CAPTURED, report=report)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ _BYTE_OF = {chr(byte): byte for byte in _UNSHIFTED} | {
 _REMEDY = "use ByteLevel, or Replace, ByteFallback, Fuse and Strip at the start, in this order"
 
 
-class Decoder(Protocol):
+class TextDecoder(Protocol):
     """Streaming decoder of one text, fed with one token at a time."""
 
     def push(self, token: str) -> str:
@@ -101,7 +101,7 @@ class ByteFallbackDecoder:
         return stripped + text[len(head) :]
 
 
-def read_decoder(whole: _Decoder | None) -> Callable[[], Decoder]:
+def read_decoder(whole: _Decoder | None) -> Callable[[], TextDecoder]:
     """Return a factory of streaming decoders that are equivalent to ``whole``.
 
     Raises ValueError if ``whole`` is a kind of decoder that cannot be streamed.

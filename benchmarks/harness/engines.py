@@ -22,11 +22,11 @@ from tandem.decode_node.planning.draft_length import (
     choose_largest,
 )
 from tandem.decode_node.planning.states import RequestSize, RunningSequence
-from tandem.decode_node.planning.step_plan import Proposal, StepPlan
+from tandem.decode_node.planning.step_plan import StepPlan, StepProposal
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.kv_transfer.pages import PagePool
 from tandem.model.loaded import LoadedModel, load_model
-from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.prefill_node.engine import ChunkResult, PrefillEngine
 from tandem.runtime.engine_loop import EngineLoop
 from tandem.runtime.lockstep import LocalPlanner, Planner
 from tandem.runtime.parts import RankParts
@@ -82,11 +82,11 @@ class Bench:
     draft_length: str = "fixed"
     measures: bool = False
     buckets: tuple[int, ...] | None = None
-    planner: Planner[Proposal, StepPlan] | None = None
+    planner: Planner[StepProposal, StepPlan] | None = None
     length: DraftLengthPolicy | None = None
     firsts: dict[str, int] = field(default_factory=dict)
     frames: list[TokenFrame] = field(default_factory=list)
-    progress: list[Progress] = field(default_factory=list)
+    progress: list[ChunkResult] = field(default_factory=list)
     failed: dict[Identity, TandemError] = field(default_factory=dict)
     identities: dict[str, Identity] = field(default_factory=dict)
 
@@ -169,7 +169,7 @@ class Bench:
         assert len(started) + sum(one in self.failed for one in pages) == len(requests)
         return started
 
-    def _activate(self, done: Progress) -> str | None:
+    def _activate(self, done: ChunkResult) -> str | None:
         """Activate a sequence; return the finish reason if it is over already, else None."""
         request, sampling = done.sequence.request, done.sequence.request.sampling
         assert done.first_token is not None

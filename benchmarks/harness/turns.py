@@ -10,7 +10,7 @@ from operator import attrgetter
 from benchmarks.harness.engines import Bench
 from tandem.core.request import Request
 from tandem.decode_node.planning.draft_length import DraftLengthPolicy, StepCostModel, adaptive
-from tandem.decode_node.planning.step_plan import Proposal, StepPlan
+from tandem.decode_node.planning.step_plan import StepPlan, StepProposal
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.model.loaded import LoadedModel
 from tandem.runtime.lockstep import LocalPlanner
@@ -54,7 +54,7 @@ class Engine:
         """Use this draft-length policy from now on. The engine keeps its table of programs."""
         self.decide._draft_length, self.decide._costs, self._is_new = length, costs, True
 
-    def _plan(self, proposals: Sequence[Proposal]) -> StepPlan | None:
+    def _plan(self, proposals: Sequence[StepProposal]) -> StepPlan | None:
         """Plan a step. After a change of policy, drop the first report: its step was the old
         policy's."""
         if self._is_new:

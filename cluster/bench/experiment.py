@@ -11,8 +11,8 @@ from tandem.cluster.bench.arrivals import arrival_times_s
 from tandem.cluster.bench.node_use import NodeUsage
 from tandem.cluster.bench.options import BenchOptions
 from tandem.cluster.bench.runner import LoadGenerator, Record, Run
-from tandem.cluster.bench.stats import Acceptance, Metrics, Slo, acceptance, measure
-from tandem.cluster.bench.workload import Job, RequestLengths, parse_range, random_jobs, trace_jobs
+from tandem.cluster.bench.stats import AcceptanceStats, Metrics, Slo, acceptance, measure
+from tandem.cluster.bench.workload import Job, RandomLengths, parse_range, random_jobs, trace_jobs
 from tandem.cluster.client.client import AsyncClient
 from tandem.cluster.client.options import GenerateOptions
 from tandem.core.info import ModelInfo
@@ -31,7 +31,7 @@ class Arm:
     max_drafts: int | None
     runs: tuple[Run, ...]
     metrics: Metrics
-    acceptance: Acceptance
+    acceptance: AcceptanceStats
 
     @property
     def records(self) -> list[Record]:
@@ -143,13 +143,13 @@ def jobs_of(
     """Return the jobs of the workload, or of its warm-up. A trace is warmed up with random jobs."""
     if options.trace is not None and not warm_up:
         return trace_jobs(path=options.trace, model=model, max_jobs=num, seed=options.seed)
-    shape = RequestLengths(
+    shape = RandomLengths(
         parse_range("--prompt-tokens", options.prompt_tokens),
         parse_range("--output-tokens", options.output_tokens),
     )
     if options.workload == "shared-prefix":
         lengths = shape.prompt_tokens, shape.output_tokens
-        shape = RequestLengths(*lengths, options.num_prefixes, options.prefix_tokens)
+        shape = RandomLengths(*lengths, options.num_prefixes, options.prefix_tokens)
     return random_jobs(model=model, num=num, shape=shape, seed=options.seed, warm_up=warm_up)
 
 

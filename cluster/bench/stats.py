@@ -97,7 +97,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceStats:
     """Acceptance of drafts. Tokens cut off by a stop or by ``max_tokens`` do not count as accepted.
 
     Attributes:
@@ -196,7 +196,7 @@ def _num_reachable_drafts(counts: SpeculationCounts) -> int:
     return sum(map(min, drafted, before))
 
 
-def acceptance(records: Iterable[Record]) -> Acceptance:
+def acceptance(records: Iterable[Record]) -> AcceptanceStats:
     """Return the acceptance over all successful requests."""
     good = [r.finished for r in records if r.finished is not None and r.error is None]
     drafted = Counter[int]()
@@ -209,7 +209,7 @@ def acceptance(records: Iterable[Record]) -> Acceptance:
     num_later = sum(end.usage.completion - 1 for end in good)
     length = num_later / num_steps if num_steps else None
     num_tried = sum(map(_num_reachable_drafts, (end.speculation for end in good)))
-    return Acceptance(
+    return AcceptanceStats(
         num_drafts=len(drafted),
         num_steps=num_steps,
         accepted_length=length,

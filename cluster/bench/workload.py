@@ -24,7 +24,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestLengths:
+class RandomLengths:
     """Lengths of random requests in tokens.
 
     Ranges are (low, high), both inclusive. ``prefix_tokens`` 0: prompts share no prefix.
@@ -68,7 +68,7 @@ def random_prompt(model: ModelInfo, num_tokens: int, rng: random.Random) -> tupl
 
 
 def random_jobs(
-    model: ModelInfo, num: int, shape: RequestLengths, seed: int, *, warm_up: bool = False
+    model: ModelInfo, num: int, shape: RandomLengths, seed: int, *, warm_up: bool = False
 ) -> list[Job]:
     """Return jobs whose prompts are a random shared prefix and a unique random suffix.
 

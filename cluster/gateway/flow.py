@@ -108,7 +108,7 @@ async def _start_handover(request: Request, pair: AttemptRoute, num_tokens: int)
     owner = pair.prefill.info.spec
     address = owner.process_name, owner.rank_name, owner.epoch
     offer = Offer(PROTOCOL, *address, pair.identity, info.caches, num_tokens)
-    message = on_decode.Start(
+    message = on_decode.StartSequence(
         identity=pair.identity, request=request, offer=offer, is_suspect=pair.is_suspect
     )
     return await _call(

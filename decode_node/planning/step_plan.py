@@ -119,7 +119,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Proposal:
+class StepProposal:
     """One rank's requirements for the next step.
 
     Attributes:
@@ -148,7 +148,9 @@ class Proposal:
         return sum(self.num_rows_by_limit)
 
 
-def proposal_for(sequences: Sequence[RunningSequence], max_depth: int, **fields: Any) -> Proposal:
+def proposal_for(
+    sequences: Sequence[RunningSequence], max_depth: int, **fields: Any
+) -> StepProposal:
     """Build the Proposal of a rank that runs ``sequences``, which may be empty.
 
     ``max_depth`` is the rank's maximum draft depth; ``fields`` are the remaining Proposal fields.
@@ -165,7 +167,7 @@ def proposal_for(sequences: Sequence[RunningSequence], max_depth: int, **fields:
     backlog = max((sequence.backlog for sequence in sequences), default=0)
     num_context = sum(sequence.num_known for sequence in sequences) // max(1, len(sequences))
     num_rows_by_limit = tuple(map(limits.count, range(max_depth + 1)))
-    return Proposal(num_rows_by_limit, backlog, traits, num_context=num_context, **fields)
+    return StepProposal(num_rows_by_limit, backlog, traits, num_context=num_context, **fields)
 
 
 def step_report(

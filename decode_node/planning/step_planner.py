@@ -14,7 +14,13 @@ from tandem.decode_node.planning import draft_length
 from tandem.decode_node.planning.buckets import bucket_for, resolve_buckets
 from tandem.decode_node.planning.draft_length import DraftLengthPolicy, StepCostModel
 from tandem.decode_node.planning.program_table import ProgramTable, common_step_keys
-from tandem.decode_node.planning.step_plan import PROFILE, Proposal, StepKey, StepPlan, merge_traits
+from tandem.decode_node.planning.step_plan import (
+    PROFILE,
+    StepKey,
+    StepPlan,
+    StepProposal,
+    merge_traits,
+)
 
 
 class StepPlanner:
@@ -67,7 +73,7 @@ class StepPlanner:
             buckets, draft_shapes, length, catch_up, speculation.profile_at_startup, common_keys
         )
 
-    def __call__(self, proposals: Sequence[Proposal]) -> StepPlan | None:
+    def __call__(self, proposals: Sequence[StepProposal]) -> StepPlan | None:
         exec_modes = {proposal.exec_mode for proposal in proposals}
         exec_mode = exec_modes.pop() if len(exec_modes) == 1 else EAGER
         for proposal in proposals:
@@ -87,7 +93,7 @@ class StepPlanner:
         key = self._profile_key(proposals) if self.may_profile else None
         return None if key is None else self._program_table.plan(key, exec_mode, PROFILE)
 
-    def _choose_key(self, proposals: Sequence[Proposal], num_context: int) -> StepKey:
+    def _choose_key(self, proposals: Sequence[StepProposal], num_context: int) -> StepKey:
         """Choose the step key for all ranks, at least one of which has rows."""
         num_rows = bucket_for(max(proposal.num_rows for proposal in proposals), self._buckets)
         columns = zip(*(proposal.num_rows_by_limit for proposal in proposals), strict=True)
@@ -97,7 +103,7 @@ class StepPlanner:
         traits = merge_traits(proposal.traits for proposal in proposals if proposal.num_rows)
         return StepKey(num_rows=num_rows, shape_index=shape_index, catch_up=amount, traits=traits)
 
-    def _profile_key(self, proposals: Sequence[Proposal]) -> StepKey | None:
+    def _profile_key(self, proposals: Sequence[StepProposal]) -> StepKey | None:
         """Return the key of a step whose cost is unknown, or None if all have been measured."""
         if (next_unprofiled := self._costs.next_unprofiled(self._buckets)) is None:
             return None

@@ -21,7 +21,7 @@ from tandem.decode_node.program.clock import DeviceTimestamp, elapsed_s, timesta
 from tandem.decode_node.program.programs import PreparedStep, Programs
 from tandem.decode_node.program.rows import Rows
 from tandem.model.checkpoint.tensors import download
-from tandem.model.sampling.acceptance.base import Outcome, RowOutput
+from tandem.model.sampling.acceptance.base import RowOutput, VerifyOutcome
 from tandem.model.sampling.logprobs import LogprobRows, raw_logprobs
 from tandem.runtime.parts import RankParts
 
@@ -36,7 +36,7 @@ class InFlightStep:
     sequences: tuple[RunningSequence, ...]
     plan: StepPlan
     transitions: DepthTransitions
-    outcome: Outcome
+    outcome: VerifyOutcome
     logprobs: LogprobRows | None
     started_at: DeviceTimestamp
     ended_at: DeviceTimestamp

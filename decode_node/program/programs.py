@@ -18,7 +18,7 @@ from tandem.model.kernels.replayable import Eager, ReplayableFunction
 from tandem.model.loaded import LoadedModel
 from tandem.model.network.cache import Caches
 from tandem.model.network.tree import static_tree
-from tandem.model.sampling.acceptance.base import Outcome
+from tandem.model.sampling.acceptance.base import VerifyOutcome
 from tandem.runtime.engine_loop import is_fatal
 
 MAX_TRIES = 2
@@ -51,7 +51,7 @@ class StepResult:
         is_steady_state: False if later steps of the same key will take less time.
     """
 
-    outcome: Outcome
+    outcome: VerifyOutcome
     hidden_or_logits: Tensor
     is_steady_state: bool
 
@@ -112,7 +112,7 @@ class Programs:
         hidden_or_logits, *outcome = self._call(
             key=step.plan.key, function=function, inputs=inputs, max_tries=MAX_TRIES
         )
-        return StepResult(Outcome(*outcome), hidden_or_logits, is_steady_state)
+        return StepResult(VerifyOutcome(*outcome), hidden_or_logits, is_steady_state)
 
     def capture_program(self, step: PreparedStep) -> None:
         """Capture a program, on rows that belong to no sequence."""

@@ -20,7 +20,7 @@ from tandem.model.network.batch import Batch, physical_slots
 from tandem.model.network.cache import MAIN, Caches
 from tandem.model.network.tree import Tree, build_tree
 from tandem.model.sampling.acceptance import accept_drafts, sample_draft, top_candidates
-from tandem.model.sampling.acceptance.base import Outcome, VerifyInput, VerifyResult
+from tandem.model.sampling.acceptance.base import VerifyInput, VerifyOutcome, VerifyResult
 from tandem.model.sampling.sampler import apply_rules_at_places, draw_at_places
 from tandem.model.sampling.thinking import phase_after
 
@@ -44,7 +44,7 @@ class StepOutput:
         state: State of the rows after the step.
     """
 
-    outcome: Outcome
+    outcome: VerifyOutcome
     emitted: Emitted
     hidden_BED: Tensor
     logits_BEV: Tensor
@@ -79,7 +79,7 @@ def decode_step(
     )
     found = verify_input(loaded=loaded, rows=rows, drafts=drafts, logits_BNV=logits_BNV, tree=tree)
     result = accept_drafts(key.traits.rule_names, found)
-    outcome = Outcome.of(result, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
+    outcome = VerifyOutcome.of(result, rows.sampling.sampler.are_finite(found.adjusted_BN1V))
     if result.path_BE is not None:
         move_path(loaded=loaded, caches=caches[MAIN], rows=rows, result=result)
         is_same = features_BNF is hidden_BND

@@ -26,7 +26,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartSequence:
     """Request to pull the KV cache of ``offer`` into the granted pages and start the sequence.
 
     The reply is TransferStats, sent once the sequence is active. A suspect sequence runs its first

@@ -22,7 +22,7 @@ from tandem.core.heartbeat import Heartbeat, RankLoad
 from tandem.core.identity import Identity
 from tandem.core.tasks import cancel_and_wait, resolve, run_periodically
 from tandem.decode_node.engine import DecodeEngine
-from tandem.decode_node.service.decode_calls import Grant, Start
+from tandem.decode_node.service.decode_calls import Grant, StartSequence
 from tandem.decode_node.service.publisher import FramePublisher
 from tandem.decode_node.service.sessions import Sessions
 from tandem.kv_transfer import sink
@@ -80,7 +80,7 @@ class DecodeRank:
         self.loop.add(self.engine)
         methods: Methods = {
             "grant": (Grant, self._grant),
-            "start": (Start, self._start),
+            "start": (StartSequence, self._start),
             "abort": (Identity, self._abort),
             "ping": (None, lambda _: self.loop.call(lambda: None)),
         }
@@ -128,7 +128,7 @@ class DecodeRank:
         if identity in self._pending_grants:
             resolve(self._pending_grants[identity], error)
 
-    async def _start(self, start: Start) -> TransferStats:
+    async def _start(self, start: StartSequence) -> TransferStats:
         self._check_not_aborted(start.identity)
         if start.identity in self._arrivals:
             raise HandoverError(f"{start.identity} arrives already")
@@ -149,7 +149,7 @@ class DecodeRank:
         if not task.cancelled():
             task.exception()
 
-    async def _receive(self, start: Start) -> TransferStats:
+    async def _receive(self, start: StartSequence) -> TransferStats:
         """Fetch the KV cache and start the sequence. A failure drops the sequence.
 
         Raises:
@@ -170,7 +170,7 @@ class DecodeRank:
             raise HandoverError(f"{identity}: it did not arrive: {error!r}") from error
         return pulled.stats
 
-    def _activate(self, start: Start, seal: Seal) -> None:
+    def _activate(self, start: StartSequence, seal: Seal) -> None:
         """Start the steps of a sequence whose cache is complete. Runs on the engine thread.
 
         Raises:
@@ -184,7 +184,7 @@ class DecodeRank:
         except Exception as error:
             raise StepFailed(f"{start.identity}: it was not started: {error!r}") from error
 
-    def _start_steps(self, start: Start, seal: Seal) -> None:
+    def _start_steps(self, start: StartSequence, seal: Seal) -> None:
         # Rows copies the features to the device together with the rest of the row.
         features_F = None
         if seal.features is not None:

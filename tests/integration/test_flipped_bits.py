@@ -9,7 +9,7 @@ import torch
 from tandem.core.errors import HandoverError
 from tandem.kv_transfer.caches import PagedCaches
 from tandem.kv_transfer.checksums import PageChecksums
-from tandem.kv_transfer.offer_book import ComputedPrefix
+from tandem.kv_transfer.offer_book import ComputedTokens
 from tandem.kv_transfer.pages import PagePool
 from tests.integration.handover_peer import DEADLINE_S, Prefill
 from tests.integration.handover_world import World, offer, world_over
@@ -97,7 +97,7 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
     tensors = [torch.rand(9 * 4, width) for _ in range(2)]
     sums = PageChecksums(PagedCaches({"main": tensors}, pool, "float32", "tiny"))
     pages = tuple(pool.allocate(3))
-    now = ComputedPrefix(10, pages, pool.generations(pages))
+    now = ComputedTokens(10, pages, pool.generations(pages))
     first = sums.of(now).groups["main"]
     for tensor in tensors:
         for page in pages:
@@ -108,7 +108,7 @@ def test_what_lies_in_a_full_page_has_the_sum_of_its_first_hand_over(width: int)
     assert len({*first, *second}) == 4
     pool.release([pages[0]])
     assert pool.allocate(1) == [pages[0]]
-    later = sums.of(ComputedPrefix(10, pages, pool.generations(pages))).groups["main"]
+    later = sums.of(ComputedTokens(10, pages, pool.generations(pages))).groups["main"]
     assert later[0] not in first and later[1] == first[1]
 
 
@@ -119,7 +119,7 @@ def test_layers_that_change_places_are_found() -> None:
     caches = PagedCaches({"main": layers}, pool, "float32", "tiny")
 
     def summed() -> tuple[int, ...]:
-        return PageChecksums(caches).of(ComputedPrefix(4, (1, 2), (0, 0))).groups["main"]
+        return PageChecksums(caches).of(ComputedTokens(4, (1, 2), (0, 0))).groups["main"]
 
     whole = summed()
     first, second = (layer.clone() for layer in layers)
@@ -141,7 +141,7 @@ def test_every_bit_counts() -> None:
     word_T = layer.view(torch.int64)[2:5].view(-1)
 
     def summed() -> tuple[int, ...]:
-        return PageChecksums(caches).of(ComputedPrefix(3, (1, 2), (0, 0))).groups["main"]
+        return PageChecksums(caches).of(ComputedTokens(3, (1, 2), (0, 0))).groups["main"]
 
     whole, found = summed(), set()
     for bit in range(64):

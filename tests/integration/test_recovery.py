@@ -17,7 +17,7 @@ from tandem.core.errors import HandoverError, PoisonRequest, RankDied, RankLost
 from tandem.core.identity import Identity
 from tandem.core.membership import EpochEnd, InFlightBatch, RankSpec
 from tandem.core.schema import encode_failure, unpack
-from tandem.decode_node.service.decode_calls import Start
+from tandem.decode_node.service.decode_calls import StartSequence
 from tandem.prefill_node.prefill_calls import Prefill
 from tests.gates import Gate, are_active
 from tests.integration.test_lost_prefill import prompts
@@ -207,7 +207,9 @@ class Deadly:
         answer = await self._control.call(method, payload)
         if method == "start":
             self.num_deaths += 1
-            in_step = InFlightBatch((unpack(Start, payload).identity, Identity("other")), False)
+            in_step = InFlightBatch(
+                (unpack(StartSequence, payload).identity, Identity("other")), False
+            )
             tell_death(self._cluster, self._cluster.decodes[0].spec, in_step)
             raise RankDied("its process has ended")
         return answer

@@ -24,7 +24,7 @@ from tandem.core.request import RawRequest, Request, SamplingParams
 from tandem.core.schema import Failure, pack
 from tandem.core.schema import decode as decode_reply
 from tandem.decode_node.planning.states import RequestSize
-from tandem.decode_node.service.decode_calls import Grant, Start
+from tandem.decode_node.service.decode_calls import Grant, StartSequence
 from tandem.decode_node.service.rank import REMEMBER_ABORTS_S
 from tandem.kv_transfer.layout import PROTOCOL
 from tandem.kv_transfer.messages import Offer
@@ -195,7 +195,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 decode.info.caches,
                 len(ids),
             )  # fmt: skip
-            start = Start(identity, greedy(f"r{i}", ids, 5), offer)
+            start = StartSequence(identity, greedy(f"r{i}", ids, 5), offer)
             if i % 2:
                 asking = asyncio.create_task(call("grant", grant, Empty))
                 await asyncio.sleep(0)
@@ -372,7 +372,7 @@ async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model:
         for caches in (owner.info.caches, other.info.caches):
             place = owner.spec.epoch_name, owner.spec.rank_name, owner.spec.epoch
             offer = Offer(PROTOCOL, *place, identity, caches, len(ids))
-            start = pack(Start(identity, greedy("forced", ids, 5), offer))
+            start = pack(StartSequence(identity, greedy("forced", ids, 5), offer))
             with pytest.raises((LayoutMismatch, HandoverError)):
                 decode_reply(TransferStats, await control.call("start", start))
         await control.call("abort", pack(identity))

@@ -21,7 +21,7 @@ from tandem.cluster.bench.options import BenchOptions, is_loopback
 from tandem.cluster.bench.plot import save_plot
 from tandem.cluster.bench.runner import Record, Run
 from tandem.cluster.bench.stats import Distribution, Slo, acceptance, measure, tpot_ms
-from tandem.cluster.bench.workload import Job, RequestLengths, parse_range, random_jobs, trace_jobs
+from tandem.cluster.bench.workload import Job, RandomLengths, parse_range, random_jobs, trace_jobs
 from tandem.cluster.cli import app
 from tandem.core.answer import Finished, SpeculationCounts, Timings, TransferStats, Usage
 from tandem.core.info import ModelInfo, RankStatus, ServerStatus
@@ -233,17 +233,17 @@ def test_the_model_stands_beside_the_measurement() -> None:
 
 
 def test_random_prompts_fill_their_ranges() -> None:
-    jobs = random_jobs(MODEL, 400, RequestLengths((2, 5), (1, 3)), 0)
+    jobs = random_jobs(MODEL, 400, RandomLengths((2, 5), (1, 3)), 0)
     assert {len(job.prompt) for job in jobs} == {2, 3, 4, 5}
     assert {job.max_tokens for job in jobs} == {1, 2, 3}
     tokens = {token for job in jobs for token in job.prompt}
     assert tokens == set(range(20)) - {3, 7}
-    assert jobs == random_jobs(MODEL, 400, RequestLengths((2, 5), (1, 3)), 0)
-    assert jobs != random_jobs(MODEL, 400, RequestLengths((2, 5), (1, 3)), 1)
+    assert jobs == random_jobs(MODEL, 400, RandomLengths((2, 5), (1, 3)), 0)
+    assert jobs != random_jobs(MODEL, 400, RandomLengths((2, 5), (1, 3)), 1)
 
 
 def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
-    shape = RequestLengths((10, 10), (1, 1), num_prefixes=3, prefix_tokens=30)
+    shape = RandomLengths((10, 10), (1, 1), num_prefixes=3, prefix_tokens=30)
     jobs = random_jobs(MODEL, 60, shape, 5)
     warm_up = random_jobs(MODEL, 60, shape, 5, warm_up=True)
     prefixes = {job.prompt[:30] for job in jobs}
@@ -253,9 +253,9 @@ def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
 
 
 def test_what_cannot_be_served_is_refused_before_it_is_sent() -> None:
-    assert random_jobs(MODEL, 1, RequestLengths((1, 150), (1, 50)), 0)
+    assert random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 50)), 0)
     with pytest.raises(ValueError, match="up to 201 tokens: tiny takes 200; lower --prompt"):
-        random_jobs(MODEL, 1, RequestLengths((1, 150), (1, 51)), 0)
+        random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 51)), 0)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0:4", "5:4", "1:2:3", "-3"])

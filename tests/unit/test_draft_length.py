@@ -32,9 +32,9 @@ from tandem.decode_node.planning.draft_length import (
 from tandem.decode_node.planning.step_plan import (
     GREEDY_TRAITS,
     PROFILE,
-    Proposal,
     StepKey,
     StepPlan,
+    StepProposal,
     StepReport,
     step_report,
 )
@@ -48,7 +48,7 @@ BUCKETS = tuple(range(1, 65))
 RUNGS = DepthTransitions.from_shapes(chain_shapes(3))
 
 
-IDLE = Proposal((0, 0, 0, 0), 1)
+IDLE = StepProposal((0, 0, 0, 0), 1)
 
 
 def local_planner(*, may_profile: bool = False) -> LocalPlanner:
@@ -94,7 +94,7 @@ class Server:
         for step in range(num_steps):
             wanted = tuple(limits.count(k) for k in range(4))
             told = {"report": self.report, "num_context": self.num_context}
-            plan = self.planner.plan(Proposal(wanted, 1, **told)).key
+            plan = self.planner.plan(StepProposal(wanted, 1, **told)).key
             assert plan is not None
             n = plan.key.shape_index
             lengths.append(n)
@@ -161,7 +161,7 @@ def test_what_is_known_of_the_nearest_context_is_believed_at_first() -> None:
 
 def test_a_plan_tells_the_longest_context_and_a_report_is_of_its_plan() -> None:
     planner = StepPlanner(BUCKETS, chain_shapes(3), adaptive, MtpCatchUp(3))
-    asked = [Proposal((0, 0, 0, 1), 1, num_context=context) for context in (700, 5000)]
+    asked = [StepProposal((0, 0, 0, 1), 1, num_context=context) for context in (700, 5000)]
     plan = planner([*asked, IDLE])
     assert plan is not None and plan.num_context == 5000
     report = step_report(RUNGS, plan, 0.5, [])

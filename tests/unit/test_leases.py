@@ -9,7 +9,7 @@ from tandem.core.config import load
 from tandem.core.errors import HandoverError
 from tandem.core.identity import Identity
 from tandem.kv_transfer.messages import Seal
-from tandem.kv_transfer.offer_book import ENDED_KEEP_S, ComputedPrefix, OfferBook
+from tandem.kv_transfer.offer_book import ENDED_KEEP_S, ComputedTokens, OfferBook
 from tests.waiting import turns
 
 KEY, OTHER = Identity("r"), Identity("r")
@@ -101,11 +101,11 @@ async def test_the_book_wakes_a_pull_that_came_before_its_prefill() -> None:
     assert book.num_waiting == 1 and book.open(KEY, nothing)
     await turns()
     assert not waiting.done(), "opened, but nothing is computed yet"
-    book.advance(KEY, ComputedPrefix(30, (1,), (1,)))
+    book.advance(KEY, ComputedTokens(30, (1,), (1,)))
     entry = await waiting
     assert entry is not None and entry.computed.num_tokens == 30 and book.num_waiting == 0
     assert await book.wait(KEY, 30, 0.01) is entry
-    book.advance(KEY, ComputedPrefix(30, (1,), (1,)), Seal(5))
+    book.advance(KEY, ComputedTokens(30, (1,), (1,)), Seal(5))
     sealed = await book.wait(KEY, 30, 5.0)
     assert sealed is not None and sealed.seal is not None and sealed.seal.first_token == 5
     assert book.end(KEY, "done") and not book.end(KEY, "again") and not book.open_identities()
@@ -153,13 +153,13 @@ async def test_a_page_keeps_the_generation_it_came_with() -> None:
     """The page's next owner gives it another generation, which must not pass as the offered one."""
     book = OfferBook(30.0, time.monotonic)
     book.open(KEY, nothing)
-    book.advance(KEY, ComputedPrefix(4, (1,), (1,)))
+    book.advance(KEY, ComputedTokens(4, (1,), (1,)))
     with pytest.raises(AssertionError, match="pages were exchanged"):
-        book.advance(KEY, ComputedPrefix(9, (2, 1), (5, 3)))
-    book.advance(KEY, ComputedPrefix(8, (1, 2), (3, 5)), Seal(7))
+        book.advance(KEY, ComputedTokens(9, (2, 1), (5, 3)))
+    book.advance(KEY, ComputedTokens(8, (1, 2), (3, 5)), Seal(7))
     entry = book.get_open(KEY)
     assert entry.computed.generations == (1, 5)
     assert entry.seal is not None and entry.seal.generations == (3, 5), "as they are now"
     with pytest.raises(AssertionError, match="was sealed before"):
-        book.advance(KEY, ComputedPrefix(8, (1, 2), (3, 5)), Seal(7))
+        book.advance(KEY, ComputedTokens(8, (1, 2), (3, 5)), Seal(7))
     book.end(KEY, "done")

@@ -30,7 +30,7 @@ from tandem.model.kernels.base import TORCH_KERNELS
 from tandem.model.network.batch import Batch
 from tandem.model.network.cache import MAIN, MTP
 from tandem.model.network.dispatch.base import Dispatch
-from tandem.prefill_node.engine import PrefillEngine, Progress
+from tandem.prefill_node.engine import ChunkResult, PrefillEngine
 from tandem.runtime.engine_loop import EngineLoop
 from tandem.runtime.parts import RankParts
 
@@ -247,7 +247,7 @@ def test_there_are_both_first_steps() -> None:
 def test_prefill_rows(max_batch_tokens: int) -> None:
     [case] = [c for c in TABLES["cases"] if c["name"] == "prefill"]
     network = Recorder([], case["target"]["output_token"])
-    progress: list[Progress] = []
+    progress: list[ChunkResult] = []
     loaded = SimpleNamespace(
         kernels=TORCH_KERNELS,
         network=network,

@@ -12,7 +12,7 @@ from benchmarks.harness.engines import Bench, greedy, load, planner_of
 from tandem.core.draft_shapes import DraftShape, chain_shapes
 from tandem.core.request import Request
 from tandem.decode_node.planning.draft_length import choose_largest
-from tandem.decode_node.planning.step_plan import Proposal, StepKey, StepPlan
+from tandem.decode_node.planning.step_plan import StepKey, StepPlan, StepProposal
 from tandem.decode_node.planning.step_planner import StepPlanner
 from tandem.model.checkpoint.tensors import map_tensors, select_rows
 from tandem.model.drafters.base import DraftContext, DrafterState, Drafts
@@ -52,7 +52,7 @@ class BusyGang(LocalPlanner):
         )
         self.is_step_requested = is_busy
 
-    def plan(self, proposal: Proposal) -> Plan:
+    def plan(self, proposal: StepProposal) -> Plan:
         plan = super().plan(proposal)
         return (
             replace(plan, key=StepPlan(KEY))
@@ -201,7 +201,7 @@ def test_a_row_that_ends_after_it_was_proposed_turns_into_padding(
     """The plan stays as it is, and the other rows do not change."""
 
     class SparseWindow(LocalPlanner):
-        def plan(self, proposal: Proposal) -> Plan:
+        def plan(self, proposal: StepProposal) -> Plan:
             plan = super().plan(proposal)
             if plan.step == 4:
                 assert plan.key is not None and plan.key.key.num_rows == 3

@@ -27,10 +27,10 @@ from tandem.decode_node.planning.step_plan import (
     GREEDY_TRAITS,
     MAX_SAMPLING_TRAITS,
     SAMPLED_TRAITS,
-    Proposal,
     SamplingTraits,
     StepKey,
     StepPlan,
+    StepProposal,
     StepReport,
     merge_traits,
     program_rule_names,
@@ -47,11 +47,11 @@ IDLE_CAPTURING = replace(IDLE, exec_mode=CAPTURED)
 
 def rows(
     *limits: int, backlog: int = 1, traits: SamplingTraits = GREEDY_TRAITS, exec_mode: str = EAGER
-) -> Proposal:
-    return Proposal(tuple(limits.count(k) for k in range(4)), backlog, traits, exec_mode)
+) -> StepProposal:
+    return StepProposal(tuple(limits.count(k) for k in range(4)), backlog, traits, exec_mode)
 
 
-def planned(*proposals: Proposal) -> StepKey | None:
+def planned(*proposals: StepProposal) -> StepKey | None:
     plan = fixed()(proposals)
     return None if plan is None else plan.key
 
@@ -234,7 +234,7 @@ def test_the_plan_is_a_function_of_proposals_and_costs() -> None:
     """Planning twice from the same costs gives the same plan and the same costs afterwards."""
     planner = StepPlanner(BUCKETS, chain_shapes(3), adaptive, CATCH_UP)
     report = StepReport(StepKey(2, 3, 4), 0.2, (2, 2, 1), (2, 1, 1))
-    proposals = (Proposal((0, 0, 0, 2), 4, report=report), IDLE)
+    proposals = (StepProposal((0, 0, 0, 2), 4, report=report), IDLE)
     for _ in range(200):
         again = deepcopy(planner)
         assert planner(proposals) == again(proposals) and planner._costs == again._costs

@@ -16,20 +16,20 @@ from benchmarks.versus.job import Job, Timeline, Trial, read_job, say, say_batch
 from tandem.core.execution import EAGER
 from tandem.core.request import RELAXED, Request, SamplingParams, Speculation
 from tandem.model.loaded import LoadedModel
-from tandem.prefill_node.engine import Progress
+from tandem.prefill_node.engine import ChunkResult
 
 PAGE_SIZE = 64
 MAX_BATCH_TOKENS = 2048
 
 
-class Stamped(list[Progress]):
+class Stamped(list[ChunkResult]):
     """Records when each prompt's first token came."""
 
     def __init__(self) -> None:
         self.at_s: dict[str, float] = {}
         self.copying_s = 0.0
 
-    def append(self, done: Progress) -> None:
+    def append(self, done: ChunkResult) -> None:
         if done.first_token is not None:
             name = done.sequence.identity.request_id
             self.at_s[name] = time.perf_counter() - self.copying_s

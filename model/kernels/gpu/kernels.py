@@ -18,7 +18,7 @@ from tandem.model.kernels.captured import Captured
 from tandem.model.kernels.gpu import compiling, gqa, norms, prefill, products, route, sample
 from tandem.model.kernels.gpu.attend import attend
 from tandem.model.kernels.gpu.experts import fused_experts, silu_mul
-from tandem.model.kernels.gpu.moves import CacheAddresses
+from tandem.model.kernels.gpu.moves import CachePointers
 from tandem.model.kernels.replayable import Function, ReplayableFunction
 
 MANY_PAIRS = 32
@@ -55,7 +55,7 @@ class TritonKernels(Kernels):
         self._power_of_2_scales = power_of_2_scales
         self._captures: tuple[torch.cuda.MemPool, torch.cuda.Stream] | None = None
         self._side_stream: torch.cuda.Stream | None = None
-        self._addresses: CacheAddresses | None = None
+        self._addresses: CachePointers | None = None
 
     def make_replayable(self, function: Function) -> ReplayableFunction:
         if self._captures is None:
@@ -155,7 +155,7 @@ class TritonKernels(Kernels):
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
         if self._addresses is None or not self._addresses.matches(caches):
-            self._addresses = CacheAddresses(caches)
+            self._addresses = CachePointers(caches)
         self._addresses.copy_slots(caches, from_BN, to_BN)
 
     def fused_experts(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-class CacheAddresses:
+class CachePointers:
     """Device tensor with the addresses of caches.
 
     It is created once, because a captured graph cannot copy the addresses from the host.

@@ -61,11 +61,11 @@ class VerifyResult:
 
 
 COUNT_BASE = 256
-"""Upper bound on the positions of a row in one step, for ``Outcome.counts_B``."""
+"""Upper bound on the positions of a row in one step, for ``VerifyOutcome.counts_B``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class VerifyOutcome:
     """A verification result in the form that the host reads.
 
     ``counts_B`` packs two numbers, so that the check for non-finite logits needs no extra copy. It
@@ -111,7 +111,7 @@ class RowOutput(NamedTuple):
 
     @classmethod
     def of(cls, tokens: list[int], counts: int) -> Self:
-        """Unpack one row of ``Outcome``."""
+        """Unpack one row of ``VerifyOutcome``."""
         num_finite, num_accepted = divmod(counts, COUNT_BASE)
         num = min(num_finite, num_accepted + 1)
         return cls((*tokens[:num],), min(num, num_accepted), num_finite > num_accepted)
