@@ -151,7 +151,7 @@ class StepProposal:
 def proposal_for(
     sequences: Sequence[RunningSequence], max_depth: int, **fields: Any
 ) -> StepProposal:
-    """Build the Proposal of a rank that runs ``sequences``, which may be empty.
+    """Build the StepProposal of a rank that runs ``sequences``, which may be empty.
 
     ``max_depth`` is the rank's maximum draft depth; ``fields`` are the remaining Proposal fields.
     """

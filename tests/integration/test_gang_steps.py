@@ -311,10 +311,10 @@ async def test_a_poison_row_in_a_gang_is_found_on_its_own_rank(small_model: Path
             rank = cluster.decodes[1]
             poison = next(iter(names(rank)))
 
-            def poisonable(emit: Callable[..., Any], sequence: Any, *more: Any) -> Any:
+            def poisonable(emit: Callable[..., Any], sequence: Any, **more: Any) -> Any:
                 if sequence.identity.request_id == poison:
                     raise RuntimeError("cosmic ray")
-                return emit(sequence, *more)
+                return emit(sequence=sequence, **more)
 
             for one in cluster.decodes:
                 one.engine._emit = partial(poisonable, one.engine._emit)  # type: ignore

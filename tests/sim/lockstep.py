@@ -44,11 +44,11 @@ class Gangs:
         self,
         spec: RankSpec,
         rendezvous: Rendezvous,
-        hub: Any,
+        planner_server: Any,
         device: Any,
         stall_detector: StallDetector,
     ) -> "SimMember":
-        return SimMember(self.net, self.hubs[rendezvous.port], spec, hub, stall_detector)
+        return SimMember(self.net, self.hubs[rendezvous.port], spec, planner_server, stall_detector)
 
 
 class SimHub:

@@ -190,13 +190,13 @@ class World:
         fail."""
         arrivals = self.loads.arrivals
 
-        def scatter(caches: PagedCaches, *given: Any) -> None:
+        def scatter(caches: PagedCaches, *given: Any, **named: Any) -> None:
             raise_once(arrivals)
-            SCATTER(caches, *given)
+            SCATTER(caches, *given, **named)
 
-        def begin(rows: Rows, *given: Any) -> None:
+        def begin(rows: Rows, *given: Any, **named: Any) -> None:
             raise_once(arrivals)
-            BEGIN(rows, *given)
+            BEGIN(rows, *given, **named)
 
         async def attach(controller: Controller, config: TandemConfig) -> None:
             before = controller._config

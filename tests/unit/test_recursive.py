@@ -175,9 +175,9 @@ def test_kinds_of_every_sort_share_a_batch() -> None:
     assert (many[heat_B == 0] == greedy).all()
 
 
-def with_replacement(walk: recursive._Walk, *of: object) -> None:
+def with_replacement(walk: recursive._Walk, **inputs: object) -> None:
     """Try siblings with q over all tokens, although they were drawn without replacement."""
-    right_try(walk, *of)  # type: ignore[arg-type]
+    right_try(walk, **inputs)  # type: ignore[arg-type]
     walk.tried_BV = torch.zeros_like(walk.tried_BV)
 
 
