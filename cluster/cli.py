@@ -21,8 +21,9 @@ for command in (serve, generate, status, rebalance, stop, bench):
 
 
 def main() -> None:
-    """Run the program. Exit codes: 0 success, 1 failure, 2 invalid command line, 130
-    interrupted.
+    """Run the program.
+
+    Exit codes: 0 success, 1 failure, 2 invalid command line, 130 interrupted.
     """
     app()
 

@@ -1,7 +1,8 @@
-"""Prefill and decode engine in one rank over one page pool.
+"""Prefill and decode engine in one rank, over one page pool.
 
-For comparison, debugging and small machines. The pages of a decode row are granted first, and the
-prompt is computed in them. Nothing is transferred: the hand-over consists of the seal alone.
+Meant for comparison, debugging and small machines. A sequence's decode row gets its pages first,
+and prefill computes the prompt in these pages. No KV is transferred: the hand-over consists of its
+last message alone, the seal (kv_transfer/messages.py).
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ PREFILL_METHODS = ("prefill", "cancel")
 
 
 class LocalHandover:
-    """Decode side of a hand-over within one rank: waits for the seal and transfers nothing."""
+    """Decode side of a hand-over within one rank. It waits for the seal and transfers nothing."""
 
     def __init__(self, lease_s: float) -> None:
         self._num_pulls = 0
@@ -30,9 +31,10 @@ class LocalHandover:
         self._deadlines = Deadlines(wait_s=min(Deadlines().wait_s, lease_s / 3))
 
     async def pull(self, offer: m.Offer, control: Control, pages: Sequence[int]) -> PullResult:
-        """Wait for the seal of ``offer``, renewing its lease. See ``Sink.pull``.
+        """Wait until prefill has sealed ``offer``, and renew its lease while waiting.
 
-        The lease is released at the end, also on errors.
+        The lease is released at the end, also after an error. See ``Sink.pull`` in
+        kv_transfer/sink.py.
         """
         reason = "failed"
         self._num_pulls += 1
@@ -109,7 +111,7 @@ class ColocatedRank:
 
 
 async def build(parts: RankParts) -> ColocatedRank:
-    """Create a rank that runs both engines on one thread, and serve its frames."""
+    """Create a rank that runs both engines on one thread, and start to serve its token frames."""
     kv_receiver = LocalHandover(parts.config.kv_transfer.lease_s)
     decode = DecodeRank(parts, kv_receiver, lambda owner, epoch: control)
     get_grant = decode.engine.scheduler.get_grant

@@ -1,1 +1,4 @@
-"""Layer 0: the nouns and codecs that all of Tandem shares. Imports no other package of Tandem."""
+"""Layer 0: data types and codecs that all packages of Tandem share.
+
+Imports no other package of Tandem.
+"""

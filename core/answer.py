@@ -62,13 +62,14 @@ class Usage:
 class SpeculationCounts:
     """Speculation totals of one sequence.
 
-    For an answer that migrated, this is the sum over its ranks, except those that died.
+    For an answer that migrated, the counts are summed over the ranks that generated it. The counts
+    of ranks that died are lost.
 
     Attributes:
-        num_drafted: Sum over steps of the draft depth.
-        accepted_per_position: Entry i is the number of steps that accepted draft i + 1.
+        num_drafted: Draft depth, summed over all steps.
+        accepted_per_position: Entry i is the number of steps in which draft i + 1 was accepted.
         drafted_per_position: Entry i is the number of steps that had a draft i + 1.
-        num_nodes: Drafts verified. In a tree these are more than its depth.
+        num_nodes: Number of verified drafts, including all branches of a tree.
     """
 
     num_steps: int = 0
@@ -82,8 +83,8 @@ class SpeculationCounts:
     def truncate_last_run(self, before: "SpeculationCounts", num_kept: int) -> "SpeculationCounts":
         """Return the counts as if the last step had emitted only ``num_kept`` tokens.
 
-        Drafts that were cut off do not count as accepted. ``before`` are the counts before that
-        step.
+        Drafts that are cut off no longer count as accepted. ``before`` holds the counts before the
+        last step.
         """
         num_run = self.num_accepted - before.num_accepted
         num_feature_tokens = min(num_run, num_kept)
@@ -104,7 +105,7 @@ class SpeculationCounts:
 
 
 def _add(value: Any, other: Any) -> Any:
-    """Add two numbers, or two lists of counts by position; of two strings return the second."""
+    """Return the sum of two numbers or of two tuples of counts, or the second of two strings."""
     if isinstance(value, int | float):
         return value + other
     if isinstance(value, str):
@@ -114,7 +115,10 @@ def _add(value: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Durations in ms. ``transfer`` is the part of the hand-over that outlasted prefill."""
+    """Durations of one answer in ms.
+
+    ``transfer`` is the time from the end of prefill to the end of the KV hand-over.
+    """
 
     queue: float = 0.0
     prefill: float = 0.0
@@ -147,7 +151,7 @@ class TransferStats:
 class Finished:
     """The last piece of an answer: finish reason and statistics.
 
-    ``text`` and ``token_ids`` are empty, so that a loop may read them from every piece.
+    Every piece has ``text`` and ``token_ids``. Here they are empty.
     """
 
     index: int

@@ -43,13 +43,13 @@ class CheckpointConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and KV cache; auto: float32 for float32 checkpoints, otherwise bfloat16"""
     kernels: Literal["auto", "native", "triton", "vendor", "torch"] = "auto"
-    """native: C++ for CPUs; triton: GPUs; vendor: triton plus FlashMLA; torch; auto: by device"""
+    """native: C++ on CPU; triton: on GPU; vendor: triton and FlashMLA; torch; auto: by device"""
     max_model_len: int | None = Field(default=None, ge=2)
     """maximum number of prompt and output tokens together; null: the checkpoint's own maximum"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
     """tokens that start and end the thinking phase, in which relaxed acceptance applies"""
     ignore_config_keys: tuple[str, ...] = Field(default=(), strict=False)
-    """keys of config.json unknown to Tandem that do not change the model; others are refused"""
+    """unknown keys of config.json to ignore, because they do not change the model; default: none"""
 
     @field_validator("think_tokens", mode="before")
     @classmethod
@@ -71,9 +71,9 @@ class SpeculationConfig(Section):
     handover_hidden: bool = True
     """true: the KV hand-over includes the hidden states that the first draft needs"""
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
-    """drafts per step; adaptive: the number that pays off at the current load; fixed: maximum"""
+    """drafts per step; adaptive: as many as pay off at the current load; fixed: the maximum"""
     profile_at_startup: bool = True
-    """true: idle ranks time steps of all sizes after startup, for draft_length=adaptive"""
+    """true: after startup, idle ranks measure steps of all sizes, for draft_length=adaptive"""
     drafter: str = "auto"
     """auto (mtp or none), mtp, eagle, eagle3, draft_model, medusa, self, ngram[+X], module:Class"""
     draft_model_path: Path | None = Field(default=None, strict=False)
@@ -85,13 +85,13 @@ class SpeculationConfig(Section):
     medusa_choices: Path | None = Field(default=None, strict=False)
     """JSON file with the tree paths of medusa; null: choices.json in draft_model_path"""
     draft_budget_pages: int = Field(default=8, ge=3)
-    """KV cache pages that drafter self reads: the first page and the most recent ones"""
+    """KV cache pages that drafter=self reads: the first page and the most recent ones"""
     drafter_timeout_s: float = Field(default=0.02, gt=0, le=60)
     """seconds that a step waits for the drafts of a user-defined drafter (module:Class)"""
     max_matching_ngram_size: int = Field(default=3, ge=1, le=16)
-    """maximum length, in tokens, of the suffix that ngram searches for in the text"""
+    """maximum length, in tokens, of the suffix that drafter=ngram searches for in earlier text"""
     is_public_pool: bool = False
-    """true: ngram also searches other texts of the rank, which response times can then reveal"""
+    """true: ngram also searches texts of other requests; response times can then reveal them"""
     is_keep_all: bool = True
     """true: ngram considers all earlier matches; false: only the oldest match"""
     is_use_oldest: bool = False
@@ -126,13 +126,13 @@ class DecodeConfig(RankConfig):
     max_num_seqs: Count = 16
     """maximum number of sequences per decode step of a rank"""
     overlap: Literal["auto"] | bool = "auto"
-    """true: results of a step are read while the device runs the next step; auto: except on cpu"""
+    """true: results of a step are read while the next step runs; auto: true on cuda, not on cpu"""
     batch_sizes: tuple[Count, ...] | None = Field(default=None, strict=False)
     """batch sizes that decode steps are padded to; null: all on cpu, about powers of two on cuda"""
 
     @property
     def num_rows(self) -> int:
-        """Total number of rows of all decode ranks."""
+        """Maximum number of sequences that all decode ranks together can run in their steps."""
         return self.replicas * self.dp_size * self.max_num_seqs
 
 
@@ -157,7 +157,7 @@ class KvTransferConfig(Section):
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a transfer chunk in bytes: at least four chunks fit into staging."""
+        """Maximum size of a transfer chunk in bytes. At least four chunks fit into the staging."""
         return min(_MAX_CHUNK_BYTES, self.staging_bytes // 4)
 
 
@@ -169,7 +169,7 @@ class ControlConfig(Section):
     startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
     """seconds without an answer or progress after which a starting rank is restarted"""
     stall_timeout_s: float = Field(default=10.0, gt=0, le=3600)
-    """seconds without answer or progress until a rank is lost; minimum: 10 x longest recent step"""
+    """seconds without answer or progress until a rank is lost; at least 10 x longest recent step"""
     stop_timeout_s: float = Field(default=10.0, gt=0, le=3600)
     """seconds that ranks may take to stop by themselves before they are killed"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
@@ -188,7 +188,7 @@ class ServerConfig(Section):
     write_timeout_s: float = Field(default=30.0, gt=0, le=3600)
     """seconds that a client may leave output unread before its stream is ended"""
     lame_duck_s: float = Field(default=0.0, ge=0, le=3600)
-    """seconds at shutdown of reporting NOT_SERVING before new requests are refused; 0: none"""
+    """seconds at shutdown in which health is NOT_SERVING but new requests are still accepted"""
     drain_timeout_s: float = Field(default=30.0, ge=0, le=3600)
     """seconds that open streams may take to finish at shutdown or on an expired connection"""
     max_connection_age_s: float | None = Field(default=None, gt=0, le=86400)
@@ -196,7 +196,7 @@ class ServerConfig(Section):
 
     @property
     def end_s(self) -> float:
-        """Maximum seconds from a signal to the end of the server process."""
+        """Maximum seconds from a shutdown signal to the end of the server process."""
         return self.lame_duck_s + self.drain_timeout_s + 5.0
 
     @field_validator("address", "http_address")
@@ -240,7 +240,10 @@ class TandemConfig(Section):
         return sum(node.replicas * node.dp_size * node.num_threads for node in nodes)
 
     def of_kind(self, kind: str) -> RankConfig:
-        """Return the section of ranks of ``kind``; colocated ranks use the decode section."""
+        """Return the configuration section of ranks of ``kind``.
+
+        Colocated ranks use the decode section.
+        """
         return self.prefill if kind == PREFILL else self.decode
 
     @model_validator(mode="after")
@@ -268,10 +271,10 @@ class TandemConfig(Section):
 
 
 def load(path: Path | None = None, sets: list[str] | None = None) -> TandemConfig:
-    """Read the YAML file ``path`` (None: defaults), then apply ``a.b=c`` overrides in order.
+    """Read the YAML file ``path`` and then apply the ``a.b=c`` overrides in ``sets``, in order.
 
-    Override values are parsed as YAML. Raises ValueError naming each wrong key or value and the
-    remedy.
+    ``path`` None stands for the defaults. Values of overrides are parsed as YAML. Raises ValueError
+    naming each wrong key or value and the remedy.
     """
     tree = {} if path is None else read_yaml(path)
     for item in sets or []:

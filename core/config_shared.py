@@ -28,7 +28,7 @@ def shared_digest(config: TandemConfig) -> str:
 
 
 def config_differences(mine: TandemConfig, other: TandemConfig) -> list[str]:
-    """Describe each shared key whose values differ, with both values."""
+    """Describe each shared key whose two values differ. Each description has both values."""
     values_by_key = ((key, attrgetter(key)(mine), attrgetter(key)(other)) for key in _shared_keys())
     return [f"{key} is {a!r} there, {b!r} here" for key, a, b in values_by_key if a != b]
 

@@ -94,7 +94,7 @@ def _suggestion(path: str, fields: Iterable[str]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a default as written in YAML; of a path, only the last two parts."""
+    """Return a default value as it is written in YAML. Paths are cut to their last two parts."""
     if isinstance(value, Path):
         return "/".join(value.parts[-2:])
     return value if isinstance(value, str) else json.dumps(value)

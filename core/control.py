@@ -1,6 +1,6 @@
 """Control calls to a rank in one epoch: interface of callers, in-process client, and server.
 
-Each call's envelope carries the epoch of the target rank; the messages do not.
+The envelope of each call carries the epoch of the called rank; the messages do not.
 """
 
 import asyncio
@@ -32,8 +32,8 @@ class Empty:
 class Control(Protocol):
     """Client of a rank in one epoch.
 
-    If the rank is lost or in a later epoch, ``call`` raises RankLost or returns it as a packed
-    Failure.
+    If the rank is lost or in a later epoch, ``call`` raises RankLost or returns a packed Failure
+    that stands for RankLost.
     """
 
     async def call(self, method: str, payload: bytes) -> bytes: ...

@@ -11,22 +11,23 @@ MAX_NODES = 63
 MAX_TREE_SHAPES = 4
 """Maximum number of tree shapes besides the empty one.
 
-Bounded because programs are kept for all batch sizes times all shapes
+Bounded because a program is kept for each combination of batch size and shape
 (decode_node/planning/program_table.py).
 """
 
 
 @dataclass(frozen=True, slots=True)
 class DraftShape:
-    """A tree of drafts with a static shape.
+    """Tree or chain of drafts whose size is fixed in advance.
 
-    Nodes are numbered 1 to ``num_nodes``, parents before children. Node 0 is the last known token.
+    Nodes are numbered 1 to ``num_nodes``, parents before children. Node 0 is the last known token
+    of the sequence.
 
     Attributes:
         depth: Maximum depth of a node.
         parents: Parents of nodes 1, 2, ...; None if each step chooses them.
-        num_draft_slots: Slots of its own caches that the drafter writes, from the last known token
-            on.
+        num_draft_slots: Slots of the drafter's own caches that drafting writes, counted from the
+            last known token.
     """
 
     num_nodes: int
@@ -36,7 +37,7 @@ class DraftShape:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that drafting or verifying writes, from the last known token on."""
+        """Cache slots that drafting or verification writes, counted from the last known token."""
         return max(self.num_nodes + 1, self.num_draft_slots)
 
     @property
@@ -44,7 +45,7 @@ class DraftShape:
         return self.parents == (*range(self.num_nodes),)
 
     def nodes_up_to_depth(self, depth: int) -> frozenset[int] | None:
-        """Return the nodes with at most this depth, None if parents are chosen per step."""
+        """Return the nodes with at most this depth; None if each step chooses the parents."""
         if self.parents is None:
             return None
         depths = _depths(self.parents)[1:]
@@ -61,10 +62,10 @@ def chain_shapes(depth: int) -> DraftShapes:
 
 
 def dynamic_tree_shapes(num_nodes: int, depth: int, width: int = 0) -> DraftShapes:
-    """Return shapes of dynamic trees: an empty one, then sizes that double up to ``num_nodes``.
+    """Return shapes of trees whose parents each step chooses: an empty one, then larger ones.
 
-    Each step chooses the parents. The search writes ``width`` nodes of each depth except the last
-    to caches.
+    Sizes double up to ``num_nodes``. While the drafter searches for the best tree, it writes
+    ``width`` nodes of each depth except the last to its caches.
     """
     bounds = ((num, min(num, depth)) for num in _sizes(num_nodes))
     return chain_shapes(0) + tuple(
@@ -73,15 +74,19 @@ def dynamic_tree_shapes(num_nodes: int, depth: int, width: int = 0) -> DraftShap
 
 
 def static_tree_shapes(parents: tuple[int, ...]) -> DraftShapes:
-    """Return shapes of a known tree: empty, then prefixes of its nodes, doubling in size."""
+    """Return shapes of a fixed tree: an empty one, then prefixes of its nodes of doubling size.
+
+    ``parents`` holds the parents of nodes 1, 2, ...
+    """
     many = (parents[:num] for num in _sizes(len(parents)))
     return chain_shapes(0) + tuple(DraftShape(len(some), max(_depths(some)), some) for some in many)
 
 
 def max_usable_shape(shapes: DraftShapes, depth: int) -> int:
-    """Return the index of the largest useful shape if paths are limited to ``depth``.
+    """Return the index of the largest shape that is useful if draft paths are limited to ``depth``.
 
-    Useful are all shapes of at most this depth, and the first shape that reaches it.
+    A shape is useful if it is no deeper than ``depth``, or if the next smaller shape is shallower
+    than ``depth``.
     """
     return max(
         n for n, shape in enumerate(shapes) if shape.depth <= depth or shapes[n - 1].depth < depth
@@ -91,7 +96,7 @@ def max_usable_shape(shapes: DraftShapes, depth: int) -> int:
 def num_slots_ahead(shapes: DraftShapes) -> int:
     """Return the number of cache slots that two steps may need beyond the known tokens.
 
-    One step emits a path, and the next writes a whole tree after it.
+    The first step may accept a path of full depth, after which the second step writes a whole tree.
     """
     return shapes[-1].depth + max(shape.num_slots for shape in shapes) + 1
 

@@ -3,10 +3,10 @@
 An implementation of DeepSeek's Expert Parallelism Load Balancer from its description
 (github.com/deepseek-ai/EPLB, MIT licence; redundant experts: arXiv 2412.19437). Ties are resolved
 by the lower number and loads are compared exactly. Equal counts therefore give equal placements,
-and the scale of counts does not matter.
+and so do counts multiplied by a common factor.
 
 Legend: L MoE layers, E routed experts, G groups of experts, S slots, I items to pack. Counts are
-numbers of rows (a token counts once for each expert it is routed to), below 2**40.
+numbers of rows, below 2**40. A token is one row for each expert to which it is routed.
 """
 
 from collections import Counter
@@ -37,7 +37,8 @@ def rebalance(
         num_ranks: Number of ranks.
 
     Raises:
-        ValueError: The ranks cannot share the slots evenly, or the machines the ranks.
+        ValueError: The slots cannot be divided evenly among the ranks, or the ranks among the
+            machines.
     """
     num_experts = len(counts_LE[0])
     assert all(len(counts_E) == num_experts and min(counts_E) >= 0 for counts_E in counts_LE)
@@ -68,7 +69,7 @@ def rebalance(
 def _rebalance_layer(
     counts_E: Sequence[int], num_slots: int, num_groups: int, num_machines: int, num_ranks: int
 ) -> tuple[int, ...]:
-    """Return the expert of each slot, [S]. Whole groups are assigned to machines."""
+    """Return the expert in each slot of one layer, [S]. Each expert group is on one machine."""
     size = len(counts_E) // num_groups
     loads_G = [sum(counts_E[group * size : (group + 1) * size]) for group in range(num_groups)]
     experts_S: list[int] = []
@@ -81,8 +82,8 @@ def _rebalance_layer(
 
 
 def _fill_machine(counts_E: Sequence[int], num_slots: int, num_ranks: int) -> list[int]:
-    """Return the expert of each slot of one machine, [S]; experts are numbered within it."""
-    if not any(counts_E):  # Unlike EPLB, which would give all redundant slots to one expert.
+    """Return the expert in each slot of one machine, [S]. Experts are numbered per machine."""
+    if not any(counts_E):  # EPLB itself would give all redundant slots to one expert.
         counts_E = [1] * len(counts_E)
     experts_S = replicate_experts(counts_E, num_slots)
     ranks = balanced_packing(slot_loads(counts_E, experts_S), num_ranks)
@@ -92,8 +93,9 @@ def _fill_machine(counts_E: Sequence[int], num_slots: int, num_ranks: int) -> li
 def balanced_packing(loads_I: Sequence[int], num_packs: int) -> list[list[int]]:
     """Return the items of each pack, the heaviest first. All packs have the same number of items.
 
-    Greedy: the heaviest remaining item goes to the lightest pack that is not full. Two packs
-    therefore differ by at most the heaviest item. With one item per pack, pack i gets item i.
+    The algorithm is greedy: the heaviest remaining item goes to the lightest pack that is not full.
+    Two packs therefore differ by at most the heaviest item. With one item per pack, pack i gets
+    item i.
     """
     per_pack, rest = divmod(len(loads_I), num_packs)
     assert rest == 0, (len(loads_I), num_packs)
@@ -112,8 +114,8 @@ def balanced_packing(loads_I: Sequence[int], num_packs: int) -> list[list[int]]:
 def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
     """Return the expert of each slot, [S]: all experts in order, then the redundant ones.
 
-    Each redundant slot goes to the expert with the most rows per slot so far. No other choice makes
-    the heaviest slot lighter.
+    Each redundant slot goes to the expert with the most rows per slot so far. No other assignment
+    has a lower maximum number of rows per slot.
     """
     experts_S = list(range(len(counts_E)))
     copies_E = [1] * len(counts_E)
@@ -130,7 +132,7 @@ def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
 def slot_loads(counts_E: Sequence[int], experts_S: Sequence[int]) -> list[int]:
     """Return the load of each slot, [S], with the rows of an expert spread evenly over its slots.
 
-    The unit is a fraction of a row that makes every load an integer, so that sums are exact.
+    The unit is the fraction of a row for which every load is an integer, so that sums are exact.
     """
     copies = Counter(experts_S)
     fractions = lcm(*copies.values())
@@ -156,9 +158,11 @@ def balance_ratio(counts_LE: Sequence[Sequence[int]], placement: Placement) -> f
 
 
 def ratio_of_loads(loads_LR: Sequence[Sequence[int]], rows_L: Sequence[int]) -> float:
-    """Return the ``balance_ratio`` for given loads of the ranks, in any unit.
+    """Return how evenly rows are spread over the ranks, in (0, 1], as ``balance_ratio`` does.
 
-    ``rows_L`` are the weights of the layers.
+    Args:
+        loads_LR: Load of each rank in each layer, in any unit.
+        rows_L: Number of rows of each layer, its weight in the mean.
     """
     weighted = (
         rows * (sum(loads_R) / (len(loads_R) * max(loads_R)))

@@ -10,12 +10,14 @@ _RESOURCE_TEXTS = (
     "not enough memory",
     "out of memory",
 )
-"""Message parts of RuntimeErrors that mean that a resource is exhausted: CPython's for threads,
-torch's for the allocators of CPU, CUDA and NCCL."""
+"""Parts of messages of RuntimeErrors which mean that a resource is exhausted.
+
+CPython has one for threads. torch has several for the allocators of CPU, CUDA and NCCL.
+"""
 
 
 class TandemError(Exception):
-    """Failure of one request or rank that the caller may act upon."""
+    """Failure of one request or rank to which the caller may react."""
 
 
 class Overloaded(TandemError):
@@ -27,7 +29,7 @@ class Overloaded(TandemError):
 
 
 class Unavailable(TandemError):
-    """A failure here and at this time. Another rank, or a later retry, may succeed."""
+    """A temporary failure of one rank or server. Another one, or a later retry, may succeed."""
 
 
 class Draining(Unavailable):
@@ -41,14 +43,15 @@ class Preempted(Unavailable):
 class RankLost(Unavailable):
     """A rank died, or its epoch ended, while it held state of this request.
 
-    ``rank`` is the epoch name of the rank, if known. It is not sent to other processes.
+    ``rank`` is the rank's name (``RankSpec.epoch_name``), None if unknown. It is not sent to other
+    processes.
     """
 
     rank: str | None = None
 
 
 class RankDied(RankLost):
-    """The rank's process has ended. The controller will report if a step was the cause."""
+    """The rank's process has ended. The controller later reports whether a step was the cause."""
 
 
 class EpochEnded(RankLost):
@@ -56,15 +59,21 @@ class EpochEnded(RankLost):
 
 
 class ProgramFailed(EpochEnded):
-    """A rank's own part of a step that all ranks share raised, which ended the epoch."""
+    """An exception in a rank's own part of a step that its gang shares.
+
+    It ended the epoch.
+    """
 
 
 class StepFailed(Unavailable):
-    """A step of this request failed. The request is retried, at first in isolated steps."""
+    """A step that included this request failed. It is retried, at first in steps of its own."""
 
 
 class PoisonRequest(StepFailed):
-    """A suspected request failed again in a step of its own, so it is not retried."""
+    """A request failed in a step of its own after it was suspected of an earlier failure.
+
+    It is not retried.
+    """
 
 
 class NonFiniteLogits(TandemError):
@@ -75,7 +84,7 @@ class NonFiniteLogits(TandemError):
 
     @classmethod
     def of(cls, identity: object, num_tokens: int) -> Self:
-        """Create the error with its reason ``non_finite`` and the position of the failure.
+        """Create the error, whose message has the reason ``non_finite`` and the position.
 
         ``num_tokens`` counts the tokens of prompt and answer before that position.
         """
@@ -94,7 +103,7 @@ class ModelMismatch(TandemError):
 
 
 class SequenceEnded(HandoverError):
-    """Prefill has dropped or does not know the sequence. The connection itself works."""
+    """The prefill rank has dropped the sequence or never had it. The connection itself works."""
 
 
 class LayoutMismatch(HandoverError):

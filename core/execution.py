@@ -1,19 +1,23 @@
-"""Execution modes of tensor programs, and catch-up of drafters that were left out of steps."""
+"""Execution modes of tensor programs, and rules for drafters that are left out of some steps."""
 
 from typing import Protocol
 
 EAGER = "eager"
 RECORDED = "recorded"
 CAPTURED = "captured"
-"""EAGER: executed by Python on every call. RECORDED: recorded by the first call, replayed without
-Python. CAPTURED: a device graph, captured in advance."""
+"""Execution modes.
+
+EAGER: Python executes the program on every call. RECORDED: the first call records the program, and
+later calls replay it without Python. CAPTURED: the program is a device graph, captured in advance.
+"""
 
 
 class CatchUpPolicy(Protocol):
-    """Rules by which a drafter that may be left out of steps catches up later.
+    """Rules by which a drafter later processes the tokens of steps that left it out.
 
-    Backlog (how far a row lags) and catch-up width (how much one step catches up) are in units of
-    the drafter. Width 0 leaves the drafter out of a step without drafts.
+    The backlog of a row is what the drafter has not processed yet. The catch-up width of a step is
+    how much of the backlog it processes. Both are in units that the drafter defines. In a step
+    without drafts, width 0 leaves the drafter out.
 
     Attributes:
         initial_backlog: Backlog of a row that has just started.
@@ -22,7 +26,10 @@ class CatchUpPolicy(Protocol):
     initial_backlog: int
 
     def catch_up_width(self, depth: int, backlog: int) -> int:
-        """Return the width for a step of draft depth ``depth`` if no row has more ``backlog``."""
+        """Return the catch-up width for a step of draft depth ``depth``.
+
+        ``backlog`` is the maximum backlog of its rows.
+        """
 
     def backlog(self, before: int, depth: int, catch_up_width: int) -> int:
         """Return the maximum backlog of a row after a step.
@@ -34,4 +41,7 @@ class CatchUpPolicy(Protocol):
         """
 
     def common_widths(self, depth: int) -> tuple[int, ...]:
-        """Return the widths usual for steps of draft depth ``depth``, the most frequent first."""
+        """Return the catch-up widths that steps of draft depth ``depth`` usually have.
+
+        The most frequent one is first.
+        """

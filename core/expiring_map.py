@@ -1,4 +1,4 @@
-"""A mapping whose entries expire, without a scan of the entries that stay."""
+"""A mapping whose entries expire. Removing expired entries visits no other entry."""
 
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
@@ -8,10 +8,10 @@ Value = TypeVar("Value")
 
 
 class ExpiringMap(Generic[Key, Value]):
-    """Values by key, each kept for at least ``keep_s`` seconds by ``clock``.
+    """Mapping that keeps each entry for at least ``keep_s`` seconds, as measured by ``clock``.
 
-    The first value of a key stays. Entries are in insertion order, so ``sweep`` visits only those
-    that it removes.
+    A later ``add`` of the same key changes neither its value nor its time. Entries are in insertion
+    order, so ``sweep`` visits only those that it removes.
     """
 
     def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:

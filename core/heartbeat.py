@@ -11,12 +11,13 @@ class RankLoad:
     """Resources in use on a rank, and its counters.
 
     Attributes:
-        num_free_tokens: Free cache capacity. Pages that only the prefix cache holds count as free.
+        num_free_tokens: Free cache capacity in tokens. Pages that only the prefix cache holds count
+            as free.
         num_quarantined: Staging buffers that wait for a channel to end (kv_transfer/staging.py).
         counters: Event counts of this epoch, by name.
         kernels: Name of the kernels (model/kernels), and the execution mode of decode steps.
-        rows_by_layer: Rows computed by the rank's experts in each MoE layer, a second or two old.
-            Empty if the gang has one rank.
+        rows_by_layer: Number of rows that the rank's experts have computed in each MoE layer, as of
+            one or two seconds ago. Empty if the gang has one rank.
     """
 
     num_active_rows: int = 0
@@ -34,9 +35,9 @@ class Heartbeat:
     """A rank's progress, load and queue.
 
     Attributes:
-        num_waiting: Sequences that wait for a row.
+        num_waiting: Sequences that wait for a row of the batch.
         num_tokens_left: Prompt tokens still to be computed.
-        alive: Sequences of the requesting session that a decode rank still holds.
+        alive: Sequences of the polling gateway's session that a decode rank still holds.
     """
 
     engine_progress: EngineProgress

@@ -7,7 +7,7 @@ _NONCE_BITS = 53
 
 
 def new_nonce() -> int:
-    """Return a random number that is never reused. Nonces are only compared for equality."""
+    """Return a random number that is practically unique. Nonces are compared for equality only."""
     return secrets.randbits(_NONCE_BITS)
 
 

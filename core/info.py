@@ -20,8 +20,9 @@ class ModelInfo:
         num_draft_tokens: ``speculation.max_depth``, or 0 without a drafter.
         think_token_ids: Tokens that start and end the thinking part of an answer, () if there are
             none.
-        has_trees: Whether the drafts of a step are more than one path.
-        digest: Digest that only servers of the same checkpoint share.
+        has_trees: Whether the drafts of a step form a tree instead of a chain.
+        digest: Digest of the checkpoint. Two servers have the same digest only if they have the
+            same checkpoint.
     """
 
     name: str
@@ -47,8 +48,9 @@ class RankStatus(RankLoad):
     Attributes:
         kind: prefill, decode or colocated.
         max_tokens: Capacity of its cache in tokens.
-        balance_ratio: Balance of expert rows over the gang's ranks in (0, 1] (core/eplb.py).
-        cause: Reason why it gets no requests, "" if there is none or it is unknown.
+        balance_ratio: Balance of expert rows over the gang's ranks in (0, 1] (core/eplb.py); 0 for
+            gangs of one rank.
+        cause: Reason why the rank gets no requests; "" if it gets some or the reason is unknown.
         process_epoch: Epoch in which its process loaded the weights.
     """
 

@@ -9,7 +9,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the object in ``file``, or an empty one if there is no such file.
 
     Raises ValueError naming the file if it cannot be read or does not hold one JSON object. Two
-    values for one key of an object are an error too.
+    different values for one key of an object are an error too.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_object)

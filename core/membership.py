@@ -25,10 +25,11 @@ class RankSpec:
 
     Attributes:
         kind: prefill, decode or colocated.
-        epoch: Epoch of the gang. No two epochs of any gang have the same number.
+        epoch: Number of the gang's epoch, unique among all epochs of all gangs.
         host: The only address that the rank listens on.
-        process_epoch: Epoch in which the process started; 0: ``epoch``.
-        placement_group_epoch: Epoch for which the placement group was created; 0: ``epoch``.
+        process_epoch: Epoch in which the process started; 0: the same as ``epoch``.
+        placement_group_epoch: Epoch for which the placement group was created; 0: the same as
+            ``epoch``.
     """
 
     gang: str
@@ -63,7 +64,7 @@ class RankSpec:
 
 @dataclass(frozen=True, slots=True)
 class PortAddress:
-    """Address that a rank listens on, and the secret ``token`` that clients must send."""
+    """Address that a rank listens on, and the secret ``token`` that clients must send to it."""
 
     host: str
     port: int
@@ -74,8 +75,9 @@ class PortAddress:
 class Rendezvous:
     """Addresses at which the ranks of an epoch meet.
 
-    ``host``, ``port`` and ``token`` are the planner's. ``store_port`` is the port of the store in
-    which ranks publish the addresses of their data connections.
+    ``host``, ``port`` and ``token`` are those of the planner on rank 0, which decides the gang's
+    steps. ``store_port`` is the port of the store in which ranks publish the addresses of their
+    data connections.
     """
 
     host: str
@@ -89,10 +91,10 @@ class RankInfo:
     """Description of a ready rank, fixed for its epoch.
 
     Attributes:
-        caches: Facts about its caches, which must match those of the other end of a hand-over.
+        caches: Facts about its caches. Ranks can hand over to each other only if these match.
         max_tokens: Capacity of its cache in tokens.
-        frames: Address of its token frames; None for ranks that do not decode.
-        fallback_reason: Reason why it does not use faster kernels, "" if it does.
+        frames: Address at which it serves token frames; None for ranks that do not decode.
+        fallback_reason: Reason why it uses slower kernels than it could, "" if it does not.
         tokenizer: Digest of the tokenizer in its checkpoint folder, "" without one.
         kernels: Name of its kernels and, if it decodes, the execution mode of its programs.
     """
@@ -111,9 +113,10 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """The sequences of a step.
+    """Sequences of a step that is running, or that was running when its rank died.
 
-    ``is_isolated``: there is one, which runs alone because it is suspected of crashing a rank.
+    ``is_isolated`` means that the step has one sequence only, which is suspected of crashing a
+    rank.
     """
 
     identities: tuple[Identity, ...]
@@ -122,7 +125,10 @@ class InFlightBatch:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnd:
-    """End of a gang's epoch. ``in_flight`` are the sequences of the step that caused it, if any."""
+    """End of a gang's epoch.
+
+    ``in_flight`` holds the sequences of the step that ended the epoch; None if no step did.
+    """
 
     epoch: int
     in_flight: InFlightBatch | None = None
@@ -135,18 +141,19 @@ class RankState:
     A rank loads its weights, joins its gang, and is ready once ``info`` is set.
 
     Attributes:
-        log_path: File that its stderr goes to, on its machine.
+        log_path: File on its machine that its stderr goes to.
         max_seen: Largest (controller incarnation, epoch) that it has received.
         progress: Progress of ``activity`` (``on_startup_progress`` in core/progress.py).
-        failure: Permanent failure of the rank.
-        crash_journal_path: File that records the sequences of its steps, on its machine.
+        failure: Permanent failure of the rank; None if it has not failed.
+        crash_journal_path: File on its machine that records the sequences of its current step.
         num_sequences: Number of sequences that it holds.
         placement: Digest of its gang's expert placement, "" for the default placement.
-        epoch_end_cause: Reason why the epoch ended; process and weights are intact, and the rank
-            may join the next epoch.
+        epoch_end_cause: Reason why the epoch ended; None while it lasts. Process and weights are
+            intact, so the rank may join the next epoch.
         activity: Current activity of its startup.
         weights: Digest of the weights that it holds or loads, "" until they are checked.
-        wait_reason: Reason why it does not load: its files hold other weights than its cluster's.
+        wait_reason: Reason why it waits before loading, "" if it does not. It waits if its files
+            hold other weights than those of the cluster.
     """
 
     spec: RankSpec
@@ -171,7 +178,7 @@ class RankState:
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Rows that a rank has sent to each expert of each MoE layer, in all its epochs.
+    """Number of rows that a rank has sent to each expert of each MoE layer, in all its epochs.
 
     The MTP layers come last. ``placement`` is the current placement, ``num_groups`` the
     checkpoint's n_group.
@@ -188,9 +195,9 @@ class Gang:
 
     Attributes:
         members: The ready ranks.
-        startup_notes: Current activity of each other rank.
+        startup_notes: Current activity of each rank that is not ready.
         failure: Error that ended its last epoch.
-        epoch_end: How its last epoch ended.
+        epoch_end: Record of the end of its last epoch; None if no epoch has ended.
         is_given_up: ``tandem serve`` no longer waits for it, although it may be restarted.
         num_deaths: Number of epochs that ended, as far as this controller knows.
     """

@@ -22,7 +22,7 @@ class Placement:
     ) -> "Placement":
         """Return the default placement: slot i has expert i, redundant slots have experts 0, 1, ...
 
-        Raises ValueError as ``check_sizes`` does.
+        Raises ValueError if the slots cannot be divided evenly among the ranks.
         """
         assert num_layers > 0, num_layers
         check_sizes(num_experts, num_redundant, num_ranks)
@@ -31,7 +31,7 @@ class Placement:
 
     @property
     def digest(self) -> str:
-        """Digest that only equal placements share."""
+        """Digest of the placement. Two placements have the same digest only if they are equal."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     @property
@@ -57,7 +57,10 @@ class Placement:
         return tuple(map(tuple, slots_E))
 
     def check_integrity(self, num_experts: int) -> None:
-        """Assert that ranks and layers have equal numbers of slots, and layers all experts."""
+        """Assert that the placement is complete.
+
+        All ranks and all layers have the same number of slots, and every layer has all experts.
+        """
         assert self.num_ranks > 0 and self.slot_experts, self
         assert self.num_slots % self.num_ranks == 0, (self.num_slots, self.num_ranks)
         for layer, experts_S in enumerate(self.slot_experts):
@@ -67,7 +70,7 @@ class Placement:
 
 
 def check_sizes(num_experts: int, num_redundant: int, num_ranks: int) -> None:
-    """Raise ValueError if the ranks cannot share the slots of all experts evenly."""
+    """Raise ValueError if the slots of all experts cannot be divided evenly among the ranks."""
     assert num_experts > 0 and num_ranks > 0, (num_experts, num_ranks)
     if num_redundant < 0:
         raise ValueError(f"num_redundant_experts={num_redundant}: set it to 0 or more")

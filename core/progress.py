@@ -5,16 +5,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 STALL_FACTOR = 10
-"""Multiple of the longest recent engine turn above which a turn counts as stalled."""
+"""Multiple of the longest recent engine turn above which a turn counts as stalled.
+
+A turn is one iteration of the engine thread's loop.
+"""
 LOADING = "loading weights"
 on_startup_progress: ContextVar[Callable[[str, float], None]] = ContextVar(
     "on_start", default=lambda activity, progress: None
 )
-"""Callback ``(activity, progress)`` for the startup of a rank; set by the code that starts the
-rank.
+"""Callback ``(activity, progress)`` that the startup of a rank calls.
 
-For the activity LOADING, ``progress`` is a fraction. For all others it is a number that changes
-while the activity makes progress.
+The code that starts the rank sets it. For the activity LOADING, ``progress`` is a fraction. For all
+others it is a number that changes while the activity makes progress.
 """
 
 
@@ -24,7 +26,8 @@ class LockstepPosition:
 
     Attributes:
         step: Number of the step.
-        number: Number of the collective that has started in this step; 0: waiting for the plan.
+        number: Number of the latest collective that has started in this step; 0: the rank waits for
+            the plan.
         operation: Name of that collective.
     """
 
@@ -38,7 +41,7 @@ class LockstepPosition:
 
 @dataclass(frozen=True, slots=True)
 class EngineProgress:
-    """Progress of the engine thread.
+    """Progress of the engine thread. A turn is one iteration of its loop.
 
     Attributes:
         num_turns: Turns completed.
@@ -61,8 +64,8 @@ class EngineProgress:
 
 
 def compute_stall_threshold_s(recent_s: Iterable[float], min_s: float) -> float:
-    """Return the stall threshold after turns of these durations, at least ``min_s``.
+    """Return STALL_FACTOR times the longest of ``recent_s``, at least ``min_s``, in seconds.
 
-    Long prefill steps raise it.
+    ``recent_s`` are the durations of recent engine turns. Long prefill steps raise the threshold.
     """
     return max(min_s, STALL_FACTOR * max(recent_s, default=0.0))

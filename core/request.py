@@ -1,4 +1,4 @@
-"""Requests, sampling options and sequence updates: the immutable nouns that cross nodes.
+"""Requests, sampling options and sequence updates: immutable data that nodes exchange.
 
 A *request* is the input of one user call. A *sequence* is its state on one node, a pure function of
 (request, output token ids). For this reason ``prompt_ids`` and ``output_ids`` stay separate.
@@ -15,13 +15,18 @@ from tandem.core.schema import Failure
 STOP, LENGTH, ABORT, ERROR = "stop", "length", "abort", "error"
 """The finish reasons, spelled as on the wire."""
 PREEMPTED = "preempted"
-"""Internal finish reason: a decode rank preempted the sequence, which resumes from its emitted
-tokens. Users never see it."""
+"""Internal finish reason: a decode rank preempted the sequence.
+
+The sequence resumes from its emitted tokens. Users never see this reason.
+"""
 
 STRICT, RELAXED, RELAXED_LOG_PROBS = "strict", "relaxed", "relaxed_log_probs"
 REJECTION, REJECTION_GREEDY, TYPICAL = "rejection", "rejection_greedy", "typical"
 ACCEPTANCES = (STRICT, RELAXED, REJECTION, RELAXED_LOG_PROBS, REJECTION_GREEDY, TYPICAL)
-"""Acceptance rules, in the order and, except for case and prefix, the spelling of the wire."""
+"""Acceptance rules, in the order of the protobuf enum ``Acceptance``.
+
+Names are those of the enum in lower case, without its prefix.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,7 @@ class SamplingParams:
         max_tokens: Maximum number of emitted tokens.
         logprobs: Number of most likely tokens reported per position; None: no log probabilities.
         n: Number of answers. Only the gateway sees more than one.
-        skip_special_tokens: Whether special tokens have no text.
+        skip_special_tokens: Whether special tokens are omitted from the text.
     """
 
     temperature: float = 0.0
@@ -69,7 +74,7 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether tokens are chosen from anything but the raw logits."""
+        """Whether penalties, biases or ``min_tokens`` change the logits before sampling."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias) or self.min_tokens > 0
 
@@ -102,10 +107,11 @@ class Request:
     """A request of a user, as the ranks receive it.
 
     Attributes:
-        output_ids: Tokens already emitted elsewhere (resume); empty for a new request.
-        is_resumed: Whether this cluster knows that it has emitted tokens of the answer: its gateway
-            emitted them, or the client has a proof. Such a request goes ahead of new ones. A client
-            can claim any ``output_ids``, so these do not matter.
+        output_ids: Tokens of the answer that were emitted earlier. The answer continues after them.
+            Empty for a new request.
+        is_resumed: Whether this cluster has verifiably emitted tokens of the answer: this gateway
+            emitted them, or the client sent a proof. Such a request has priority over new ones.
+            ``output_ids`` alone give no priority, because a client can send any tokens.
     """
 
     request_id: str
@@ -120,14 +126,16 @@ class Request:
 class RawRequest:
     """A request as an entrypoint received it: types are correct, values are not validated.
 
-    Options that are missing, or 0 where 0 stands for the default, have their default.
+    Options that the client omitted hold their defaults, and so do options set to 0 where 0 means
+    the default.
 
     Attributes:
-        prompt: Text or token ids; may be a view of memory of the entrypoint.
+        prompt: Text or token ids; may be a view of the entrypoint's memory.
         request_id: "" if the gateway is to generate one.
-        resume_token_ids: The later ``output_ids``; may be a view too.
-        resume_model: Digest of the model that wrote them, "" if unknown.
-        resume_proof: Proof from their stream, "" for none.
+        resume_token_ids: Output tokens that the client already has. They become
+            ``Request.output_ids``; may be a view too.
+        resume_model: Digest of the model that generated ``resume_token_ids``, "" if unknown.
+        resume_proof: Proof that the cluster started this answer, "" for none.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -146,8 +154,8 @@ class SequenceUpdate:
     Attributes:
         finish_reason: None while the sequence continues.
         failure: Set with the finish reason ERROR.
-        counts: Sent with the last update; with every update if a stop string may end the answer
-            at the gateway.
+        counts: Totals of the sequence so far, sent with its last update; None otherwise. If the
+            request has stop strings, every update has them, because the gateway may end the answer.
     """
 
     identity: Identity
@@ -160,7 +168,10 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class TokenFrame:
-    """Updates of one step for all sequences of a session. ``heartbeat`` replies to a heartbeat."""
+    """Updates of one step for all sequences of a gateway's session.
+
+    ``heartbeat`` is the reply to a heartbeat of the gateway; None if there is none to reply to.
+    """
 
     updates: tuple[SequenceUpdate, ...] = ()
     heartbeat: Heartbeat | None = None

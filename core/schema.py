@@ -123,7 +123,10 @@ def _schema(cls: Any) -> tuple[SchemaSerializer, SchemaValidator]:
 
 
 def _make_strict(node: Any) -> Any:
-    """Return ``node`` with exact scalar types, lists for tuples, and no unknown fields."""
+    """Return the pydantic schema ``node`` with strict scalar types and without unknown fields.
+
+    Tuples stay lenient, because msgpack decodes them as lists.
+    """
     if isinstance(node, list):
         return [_make_strict(item) for item in node]
     if not isinstance(node, dict):

@@ -1,20 +1,23 @@
-"""Where an answer ends: one pure rule for the first token and for runs of accepted tokens."""
+"""End of an answer: one pure rule for the first token and for runs of accepted tokens."""
 
 from tandem.core.request import LENGTH, STOP, SamplingParams
 
 
 def stop_ids(sampling: SamplingParams, eos_ids: tuple[int, ...]) -> frozenset[int]:
-    """Return the token ids that end this request: its own and, unless ignored, the model's EOS."""
+    """Return the token ids that end the answer.
+
+    These are the request's stop tokens and, unless ignored, the model's end-of-sequence tokens.
+    """
     return frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else eos_ids))
 
 
 def truncate_at_stop(
     token_ids: tuple[int, ...], stops: frozenset[int], num_budget: int
 ) -> tuple[tuple[int, ...], str | None]:
-    """Keep ``token_ids`` up to and including the first stop, at most ``num_budget`` (> 0) tokens.
+    """Keep ``token_ids`` up to and including the first stop token, at most ``num_budget`` (> 0).
 
-    Returns the kept ids and the finish reason, None while the answer continues. A stop that is also
-    the last token of the budget counts as a stop.
+    Returns the kept ids and the finish reason, None while the answer continues. The reason is STOP
+    if a stop token is also the last token of the budget.
     """
     assert num_budget > 0, f"a sequence without budget must have ended, got {num_budget}"
     kept_ids = token_ids[:num_budget]

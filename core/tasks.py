@@ -14,7 +14,10 @@ log = logging.getLogger(__name__)
 
 
 class Tasks:
-    """A set that keeps every task until it ends. After ``finish`` none is left."""
+    """Set of running asyncio tasks.
+
+    It refers to each task until the task ends, so that none is garbage collected before.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

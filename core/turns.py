@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 from tandem.core.identity import Identity
 
 NEW_REQUEST_SHARE = 4
-"""One turn in this many goes to the oldest new request, however many resumed answers wait."""
+"""Number of turns of which one goes to the oldest new request, even if resumed answers wait."""
 Item = TypeVar("Item")
 
 

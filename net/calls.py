@@ -18,7 +18,11 @@ from tandem.net.framing import GREETING_S, encode_frame, iter_frames
 from tandem.net.listener import Listener, connect
 
 MAX_CALL_BYTES = 16 << 20
-"""Maximum bytes of a call or reply: a seal with features and generations of a million pages."""
+"""Maximum size in bytes of a call or reply.
+
+The largest message is a seal (kv_transfer/messages.py). One with hidden states and the generations
+of a million pages fits.
+"""
 CALL_ADDRESS = "call_address"
 """Method that returns the PortAddress of a rank's CallServer."""
 IDLE_S = 600.0
@@ -40,7 +44,10 @@ class CallReply:
 
 
 class CallServer(Listener):
-    """Serves control calls of clients that have its token, with ``handle``."""
+    """Server for control calls, which ``handle`` answers.
+
+    Clients must send the server's secret token.
+    """
 
     def __init__(self, host: str, handle: Handler) -> None:
         super().__init__(host, _EPOCH.size, self._serve_calls)
@@ -49,7 +56,7 @@ class CallServer(Listener):
     async def _serve_calls(
         self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve the calls of one connection. Calls that run when it ends are cancelled."""
+        """Serve the calls of one connection. Calls that still run when it ends are cancelled."""
         [epoch], tasks = _EPOCH.unpack(greeting), Tasks()
         now = asyncio.get_running_loop().time
 
@@ -69,12 +76,14 @@ class CallServer(Listener):
 class CallClient(Control):
     """Control connection to one epoch of a rank. Owned by one asyncio loop.
 
-    The first call connects, and so does the first call after the connection has ended.
+    The first call opens the connection. The first call after the connection has ended opens it
+    again.
 
     Args:
         name: Name of the rank, for errors.
         epoch: Epoch of the rank.
-        bootstrap: Control connection of another kind, over which CALL_ADDRESS is called.
+        bootstrap: Control connection of another kind, over which the rank's address is requested
+            (CALL_ADDRESS).
     """
 
     def __init__(self, name: str, epoch: int, bootstrap: Control) -> None:

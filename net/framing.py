@@ -1,8 +1,8 @@
 """Framing of all connections between processes: a length of four bytes, then the data.
 
-The first frame of a client is its greeting: a token, which it received over a control connection,
-and data that identify the client. Most of this module processes bytes only; the callers read and
-write the sockets, with asyncio or a thread.
+The first frame of a client is its greeting: a secret token, which it received over a control
+connection, and data that identify the client. Most functions process bytes only; their callers read
+and write the sockets, with asyncio or a thread.
 """
 
 import hmac
@@ -18,15 +18,18 @@ from typing import Generic, TypeVar
 Peer = TypeVar("Peer")
 GREETING_S = 10.0
 MAX_PENDING_HANDSHAKES = 256
-"""Maximum connections without a greeting; one more ends the oldest.
+"""Maximum number of connections whose greeting has not arrived. One more ends the oldest.
 
-It is well above ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its
-connection can be ended.
+It is well above ACCEPTS_PER_TURN, so that a greeting that has arrived is read before its connection
+can be ended.
 """
 ACCEPTS_PER_TURN = 16
-"""Maximum connections that an asyncio listener accepts before it reads from existing ones."""
+"""Maximum number of connections that asyncio accepts before it reads from existing ones."""
 BACKLOG = 4096
-"""Maximum connections that the kernel queues for acceptance, unless somaxconn is lower."""
+"""Maximum number of connections that the kernel queues for acceptance.
+
+The system's limit somaxconn may be lower.
+"""
 RECEIVE_BYTES = 1 << 16
 TOKEN_BYTES = 32
 _LENGTH = struct.Struct("!I")
@@ -74,7 +77,7 @@ class FrameDecoder:
 class PendingHandshakes(Generic[Peer]):
     """Connections whose greeting is not complete.
 
-    There are at most MAX_PENDING_HANDSHAKES, each for at most GREETING_S seconds; the oldest are
+    At most MAX_PENDING_HANDSHAKES are kept, each for at most GREETING_S seconds; the oldest are
     rejected first. Owned by one thread, which calls ``sweep`` GREETING_S after each ``add``.
 
     Args:
@@ -168,7 +171,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def shutdown_socket(connection: socket.socket) -> None:
-    """Shut a socket down, so that the peer and a local reader see its end at once.
+    """Shut a socket down. The peer, and a thread that reads the socket, see its end at once.
 
     The local reader must close the socket.
     """

@@ -34,7 +34,7 @@ def store_server(host: str, timeout_s: float) -> tuple[Store, int]:
 
 
 def store_client(host: str, port: int, timeout_s: float, prefix: str = "") -> Store:
-    """Connect to a store and return its keys under ``prefix``.
+    """Connect to a store and return a view of it in which ``prefix`` is added to every key.
 
     Each group needs a separate client, because waits on one client block each other.
     """

@@ -1,4 +1,4 @@
-"""Listening sockets of ranks, which serve clients that know their token, and their client side."""
+"""Listening sockets of ranks, open to clients that know a secret token, and their client side."""
 
 import asyncio
 import logging

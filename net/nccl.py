@@ -30,15 +30,16 @@ log = logging.getLogger(__name__)
 def nccl_group(store: Store, rank: int, num_ranks: int, max_ctas: int | None = None) -> Any:
     """Create a group of NCCL; ``configure_nccl`` must have been called before.
 
-    The first operation creates the communicator. The caller must enforce timeouts: the group's
-    own timeout of one day is never reached.
+    The first operation creates the communicator. The caller must enforce timeouts: the group's own
+    timeout of one day is never reached.
 
     Args:
         store: Store in which the ranks meet.
         rank: This rank within the group.
         num_ranks: Number of ranks of the group.
         max_ctas: Maximum thread blocks of a kernel, for a group that runs in parallel with steps.
-            Its kernels get a stream of high priority, which steps never use. None: no limit.
+            Its kernels get a stream of high priority, which steps never use. None: no limit and an
+            ordinary stream.
     """
     options: Any = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)

@@ -1,7 +1,8 @@
 """Streaming decoders, which turn tokens into text one at a time.
 
-The ``tokenizers`` library decodes whole lists only. The concatenated output of a decoder equals
-the text that the library returns for the list, for the decoder that tokenizer.json names.
+The ``tokenizers`` library decodes whole lists only. The concatenated output of a streaming decoder
+equals the text that the library returns for the whole list. The decoder that tokenizer.json names
+determines which streaming decoder is used.
 """
 
 import codecs
@@ -56,13 +57,13 @@ class ByteLevelDecoder:
 class ByteFallbackDecoder:
     """Decoder for tokens that are text, with byte tokens such as ``<0xE4>``.
 
-    A run of byte tokens becomes text if all of it is valid UTF-8, otherwise one U+FFFD per byte,
-    as in the library. A run is therefore held back until it ends.
+    A run of byte tokens becomes text if all of it is valid UTF-8, otherwise one U+FFFD per byte, as
+    in the ``tokenizers`` library. A run is therefore held back until it ends.
 
     Args:
         replaced: Pairs of a string to replace in each token and its replacement.
         stripped: Character to remove at the start of the text.
-        num_stripped: Maximum number of ``stripped`` to remove.
+        num_stripped: Maximum number of these characters to remove.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Streaming text of an answer, truncated before the first stop string.
 
-The text that is emitted after a token depends on the tokens only, not on how they were grouped.
-A resumed stream therefore continues exactly where the broken one ended.
+The text that is emitted after a token depends on the tokens only, not on how they were grouped into
+steps. A resumed stream therefore continues exactly where the broken one ended.
 """
 
 from functools import lru_cache
@@ -23,7 +23,10 @@ class _Node:
         """Length of the longest stop string that is a suffix of this prefix, 0 if none is."""
 
     def step(self, char: str) -> "_Node":
-        """Return the longest stop-string prefix that ends the text once ``char`` is appended."""
+        """Return the node that is reached from this one by ``char``.
+
+        It is the longest stop-string prefix at the end of the text.
+        """
         node = self
         while char not in node.next:
             if node.fallback is None:
@@ -32,7 +35,10 @@ class _Node:
         return node.next[char]
 
     def longest_open_suffix(self) -> "_Node":
-        """Return the longest suffix of this prefix that a stop string continues."""
+        """Return the node of the longest suffix of this prefix that more text can complete.
+
+        Such a suffix is a proper prefix of a stop string, possibly empty.
+        """
         node = self
         while not node.next and node.fallback is not None:
             node = node.fallback
@@ -64,9 +70,9 @@ def _automaton(stops: tuple[str, ...]) -> _Node:
 class StopText:
     """Finds the first stop string in a text and holds back text that may belong to one.
 
-    The text ends where the first stop string is completed. If several end there, the longest
-    counts. Neither the stop string nor later text is emitted. The cost per character does not
-    depend on the number and lengths of the stop strings.
+    The text ends where the first stop string is completed. If several stop strings end there, the
+    longest one counts. Neither the stop string nor later text is emitted. The cost per character
+    does not depend on the number and lengths of the stop strings.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:

@@ -1,6 +1,7 @@
 """The thinking part of an answer: its start and end tokens, and whether a position is inside.
 
-The last start or end token before a position decides, in the prompt or in the answer.
+A position is inside if the last start or end token before it, in prompt or answer, is a start
+token.
 """
 
 from collections.abc import Sequence

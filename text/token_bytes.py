@@ -1,4 +1,4 @@
-"""Upper bound of the text that one token of a tokenizer.json stands for."""
+"""Maximum length of the text that one token of a tokenizer.json can stand for."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ _LOSSLESS_BEHAVIORS = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Cont
 def max_token_bytes(tree: dict[str, Any]) -> int | None:
     """Return the maximum bytes of UTF-8 text that one token stands for, None if unbounded.
 
-    There is a bound only for byte-level BPE that drops no text before tokenization. Text is
-    dropped by normalizers, some pre-tokenizers, bytes without a token, and added tokens that strip
+    There is a bound only for byte-level BPE that drops no text before tokenization. These may drop
+    text: normalizers, some pre-tokenizers, bytes without a token, and added tokens that strip
     spaces.
 
     Args:

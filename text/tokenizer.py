@@ -68,7 +68,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {
             token.content: token_id for token_id, token in added.items() if token.special
         }
-        """Ids of special tokens, which have no text unless a request keeps special tokens."""
+        """Ids of special tokens. Text omits these tokens unless the request keeps them."""
         self._prefix_ids = _read_prefix_ids(found, folder)
         try:
             self.new_decoder = read_decoder(found.decoder)

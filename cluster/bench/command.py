@@ -28,7 +28,7 @@ def bench(**values: Any) -> None:
 
         --concurrency keeps a fixed number of requests in flight (closed loop).
         --rate, or a trace with arrival times, sends on schedule (open loop). Latency
-        counts from the schedule, so it includes delays of server and generator.
+        counts from the scheduled time, so it includes delays of server and generator.
         Failed requests are counted; the exit code is 1 only if all of them fail.
 
         Acceptance on random prompts says little about real text: use a trace.
@@ -104,8 +104,9 @@ def _progress() -> Progress:
 
 
 def _report_failures(arms: Sequence[Arm]) -> None:
-    """Print the most common gRPC code with an example to stderr. Exits with 1 if no request
-    succeeded.
+    """Print the most common error code of the failed requests, with an example, to stderr.
+
+    Exits with code 1 if no request succeeded.
     """
     records = [record for arm in arms for record in arm.records]
     failed = [record for record in records if record.error is not None]

@@ -18,7 +18,12 @@ from tandem.core.config import load
 
 @dataclass(frozen=True, slots=True)
 class ComparisonResult:
-    """Result of one cluster: its speculation keys, as given on the command line, and its arm."""
+    """Result of one compared cluster.
+
+    Attributes:
+        keys: Its speculation keys, as given on the command line.
+        arm: Its runs and their results.
+    """
 
     keys: str
     arm: Arm

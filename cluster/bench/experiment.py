@@ -19,14 +19,18 @@ from tandem.core.info import ModelInfo
 
 DEFAULT_CONCURRENCY = 8
 NUM_ROUNDS = 2
-"""Number of runs per compared draft count. Their order alternates (0 3, then 3 0) to cancel
-drift.
+"""Number of runs per compared draft count.
+
+Their order alternates (0 3, then 3 0) to cancel drift.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """All runs with one ``max_drafts``, and their results. None: the server's maximum."""
+    """All runs with one ``max_drafts``, and their results.
+
+    ``max_drafts`` None stands for the server's maximum.
+    """
 
     max_drafts: int | None
     runs: tuple[Run, ...]
@@ -40,18 +44,18 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Speedups:
-    """Measured and modelled gains of one arm, in terms of cluster/bench/speculation.py.
+    """Measured and modelled gains of one arm. cluster/bench/speculation.py defines ``a`` and ``c``.
 
     Attributes:
         cost_ratio: Cost of one draft in steps without drafts (``c``); None if unknown.
         model_first: Modelled TPOT speed-up with the measured ``a`` of position 1.
-        model_fitted: Modelled TPOT speed-up with the ``a`` that gives the accepted length.
+        model_fitted: Modelled TPOT speed-up with the ``a`` that gives the measured accepted length.
         measured: TPOT without drafts divided by TPOT of this arm; None without an arm without
             drafts.
         measured_per_round: The same ratio per round.
         operations: FLOPs per output token divided by those without drafts, at the fitted ``a``.
-        reads: Factor by which reads of weights and cache per output token fall, at the fitted
-            ``a``.
+        reads: Factor by which drafts reduce reads of weights and cache per output token, at the
+            fitted ``a``.
     """
 
     cost_ratio: float | None
@@ -64,7 +68,7 @@ class Speedups:
 
 
 class Trial:
-    """Runs the experiment that ``options`` describe. Sends no request after ``duration_s``.
+    """Runs the experiment that ``options`` describe. Sends no request after ``options.duration_s``.
 
     Raises:
         ValueError: The server cannot serve the requested number of drafts or the workload.
@@ -104,8 +108,9 @@ class Trial:
         return [arm_of(arm, runs[arm], slo) for arm in arms]
 
     async def _run(self, number: int, num_rounds: int, arm: int | None, stop_s: float) -> Run:
-        """Run the jobs of round ``number``, or the warm-up if it is -1. Stops sending after
-        ``stop_s``.
+        """Run the jobs of round ``number``, or the warm-up if it is -1.
+
+        No request is sent later than ``stop_s`` seconds after the start.
         """
         jobs = self._warm_up
         due_s = None
@@ -181,8 +186,13 @@ def arm_of(max_drafts: int | None, runs: Sequence[Run], slo: Slo) -> Arm:
 def speedups(
     arms: Sequence[Arm], cost_ratio: float | None, draft_flops_ratio: float = 0.0
 ) -> list[Speedups]:
-    """Return the gains of each arm. ``cost_ratio`` None: measured on the arm with the most
-    drafts.
+    """Return the measured and modelled gains of each arm.
+
+    Args:
+        arms: Arms of the experiment.
+        cost_ratio: Cost of one draft in steps without drafts; None: measured on the arm with the
+            most drafts.
+        draft_flops_ratio: FLOPs of one draft token divided by FLOPs of one main-model token.
     """
     base = next((arm for arm in arms if arm.max_drafts == 0), None)
     deepest = max(arms, key=lambda arm: arm.acceptance.num_drafts)

@@ -25,14 +25,18 @@ class NodeUsage:
 
     @classmethod
     def of(cls, status: ServerStatus) -> "NodeUsage":
-        """Return the counts since the ranks' epochs started."""
+        """Return the sums of the counters in ``status``.
+
+        Each rank counts from the start of its epoch.
+        """
         ranks = [rank for rank in status.ranks if rank.kind != PREFILL]
         sums = {f.name: sum(rank.counters.get(f.name, 0) for rank in ranks) for f in fields(cls)}
         return cls(**sums)
 
     def since(self, before: "NodeUsage") -> "NodeUsage":
-        """Return the difference to ``before``, or zeros if a counter fell because a rank
-        restarted.
+        """Return the increase since ``before``.
+
+        Returns zeros if a counter fell, which happens when a rank restarts.
         """
         parts = [getattr(self, f.name) - getattr(before, f.name) for f in fields(self)]
         return NodeUsage(*parts) if min(parts) >= 0 else NodeUsage()

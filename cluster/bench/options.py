@@ -23,8 +23,9 @@ _TRACE = "JSONL file of {arrival_s, prompt_tokens | prompt_ids | text, max_token
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchOptions:
-    """All options of ``tandem bench``. Each is within its bounds; ``check`` verifies
-    combinations.
+    """All options of ``tandem bench``.
+
+    The command line checks the bounds of each option, and ``check`` verifies combinations.
     """
 
     address: Annotated[str | None, _ADDRESS] = None
@@ -142,15 +143,16 @@ class BenchOptions:
 
     @property
     def arms(self) -> list[int | None]:
-        """``max_drafts`` of each compared arm, or of the only one."""
+        """Values of ``max_drafts`` to compare, or the only one."""
         if self.compare_drafts is None:
             return [self.max_drafts]
         return [int(text) for text in self.compare_drafts.split(",")]
 
     @property
     def is_alpha_known(self) -> bool:
-        """Whether the accepted share estimates the overlap of the model's and the drafter's
-        distributions.
+        """Whether the share of accepted drafts estimates alpha.
+
+        Alpha is the overlap of the model's and the drafter's distributions.
         """
         return self.temperature == 0 or self.acceptance == "rejection"
 
@@ -211,7 +213,7 @@ class BenchOptions:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a gRPC address refers to this machine: ``127.x``, ``[::1]``, localhost or unix."""
+    """Return whether a gRPC address is local: ``127.x``, ``[::1]``, localhost or a unix socket."""
     host = address.rpartition(":")[0].strip("[]")
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -50,7 +50,7 @@ def show(
     ratios: Sequence[Speedups],
     options: BenchOptions,
 ) -> None:
-    """Print latencies, totals and, if any arm drafts, speculation."""
+    """Print the latencies and totals of each arm and, if any arm drafts, speculation results."""
     console.print(f"{model.name}  {model.architecture}  {model.dtype}", markup=False)
     for arm in arms:
         console.print()
@@ -82,7 +82,7 @@ def latency_table(arm: Arm) -> Table:
 
 
 def totals(metrics: Metrics) -> str:
-    """Return lines of throughput, tokens, decode steps and failures."""
+    """Return lines of text with throughput, tokens, decode steps and failures."""
     failed = ", ".join(f"{num} {code}" for code, num in sorted(metrics.errors.items()))
     return (
         f"{metrics.requests_per_s:.2f} requests/s (goodput {metrics.goodput_per_s:.2f}/s), "
@@ -108,7 +108,7 @@ def _steps(metrics: Metrics) -> str:
 def speculation_table(
     arms: Sequence[Arm], ratios: Sequence[Speedups], is_alpha_known: bool
 ) -> Table:
-    """Return measured and modelled speculation results, one column per arm.
+    """Return a table of measured and modelled speculation results, one column per arm.
 
     Alpha is shown for chains only, and only if ``is_alpha_known``.
     """

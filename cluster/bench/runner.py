@@ -45,11 +45,11 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One uninterrupted run.
+    """Result of one uninterrupted run.
 
     Attributes:
         records: Requests that were sent.
-        num_not_sent: Requests that were left when the time was up.
+        num_not_sent: Number of jobs that were not sent before the time was up.
         use: Use of the decode nodes during the run.
     """
 
@@ -75,8 +75,10 @@ class LoadGenerator:
         self._started_at = time.perf_counter()
 
     async def open_loop(self, jobs: Sequence[Job], due_s: Sequence[float], stop_s: float) -> Run:
-        """Send each job when it is due, regardless of running requests. Sends none after
-        ``stop_s``.
+        """Send each job when it is due, even if earlier requests are still running.
+
+        ``due_s`` and ``stop_s`` are seconds after the start. Jobs due after ``stop_s`` are not
+        sent.
         """
         tasks: list[asyncio.Task[Record]] = []
         async with asyncio.TaskGroup() as group:
@@ -88,8 +90,9 @@ class LoadGenerator:
         return Run(tuple(task.result() for task in tasks), len(jobs) - len(tasks))
 
     async def closed_loop(self, jobs: Sequence[Job], concurrency: int, stop_s: float) -> Run:
-        """Keep ``concurrency`` requests running until no job is left. Sends none after
-        ``stop_s``.
+        """Keep ``concurrency`` requests running until no job is left.
+
+        No request is sent later than ``stop_s`` seconds after the start.
         """
         records: list[Record] = []
         queue = iter(enumerate(jobs))

@@ -1,8 +1,8 @@
 """The usual model of speculative decoding, which reports compare with the measurement.
 
-Each draft is accepted with probability ``a`` if all drafts before it were accepted. Each draft adds
-the time of ``c`` steps without drafts: for drafting and for verifying it. A step of ``n`` drafts
-then yields ``E = (1 - a^(n+1)) / (1 - a)`` tokens, and the speed-up is ``E / (n c + 1)``. For draft
+Each draft is accepted with probability ``a`` if all drafts before it were accepted. Drafting and
+verifying one draft takes ``c`` times as long as a step without drafts. A step of ``n`` drafts then
+yields ``E = (1 - a^(n+1)) / (1 - a)`` tokens, and the speed-up is ``E / (n c + 1)``. For draft
 trees, ``n`` is the depth in ``E`` and the number of nodes in ``n c``.
 """
 
@@ -15,7 +15,7 @@ def expected_length(acceptance: float, num_drafts: int) -> float:
 def speedup(
     acceptance: float, num_drafts: int, cost_ratio: float, num_nodes: float | None = None
 ) -> float:
-    """Return the speed-up of time per token over steps without drafts.
+    """Return the factor by which drafts reduce the time per token.
 
     ``num_nodes`` is the number of drafts per step if they form a tree; None for chains.
     """
@@ -28,18 +28,22 @@ def operations(
 ) -> float:
     """Return the FLOPs per output token, divided by those without drafts.
 
-    A step costs one main-model token for each draft and for the last token, and
-    ``draft_flops_ratio`` main-model tokens for drafting each draft. Reads of weights and cache per
-    token fall by ``expected_length`` instead.
+    Args:
+        acceptance: Probability ``a`` that a draft is accepted.
+        num_drafts: Depth of the drafts.
+        draft_flops_ratio: FLOPs of one draft token divided by FLOPs of one main-model token.
+        num_nodes: Number of drafts per step. The main model verifies them and computes one more
+            token.
     """
     paid = num_nodes * (draft_flops_ratio + 1) + 1
     return paid / expected_length(acceptance, num_drafts)
 
 
 def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
-    """Return the ``a`` for which ``expected_length`` is ``accepted_length``; None without drafts.
+    """Return the acceptance probability ``a`` that gives ``accepted_length`` tokens per step.
 
-    Lengths below 1 or above ``num_drafts + 1`` give the nearest possible ``a``.
+    Lengths below 1 or above ``num_drafts + 1`` give the nearest possible ``a``. None without
+    drafts.
     """
     if num_drafts == 0:
         return None
@@ -54,5 +58,11 @@ def fitted_acceptance(accepted_length: float, num_drafts: int) -> float | None:
 
 
 def cost_ratio(step_ms: float, step_ms_without: float, num_drafts: float) -> float:
-    """Return ``c``, from the mean step time with ``num_drafts`` drafts and that without drafts."""
+    """Return ``c``, the cost of one draft divided by the time of a step without drafts.
+
+    Args:
+        step_ms: Mean time of a step with ``num_drafts`` drafts.
+        step_ms_without: Mean time of a step without drafts.
+        num_drafts: Number of drafts per step.
+    """
     return (step_ms / step_ms_without - 1) / num_drafts

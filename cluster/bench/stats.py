@@ -41,8 +41,9 @@ class Slo:
     tpot_ms: float | None = None
 
     def is_met_by(self, record: Record) -> bool:
-        """Whether a request succeeded within the bounds. An answer of one token has no TPOT and
-        meets any.
+        """Return whether a request succeeded within the bounds.
+
+        An answer of one token has no TPOT, so it meets any bound on TPOT.
         """
         pairs = ((ttft_ms(record), self.ttft_ms), (tpot_ms(record), self.tpot_ms))
         late = any(
@@ -58,16 +59,18 @@ class Metrics:
     Attributes:
         num_ok: Successful requests.
         num_sent: Requests that were sent.
-        num_not_sent: Requests that were left when the time was up.
+        num_not_sent: Number of jobs that were not sent before the time was up.
         errors: Number of failed requests by gRPC code.
         duration_s: Sum of the runs' durations.
         requests_per_s: Successful requests per second.
         goodput_per_s: Requests per second that meet the SLO.
         itl_message_ms: Gaps between messages.
         itl_token_ms: Gaps between tokens: each message's gap divided by its number of tokens.
-        e2e_ms: Time from when a request was due to its end.
-        lag_ms: Delay of the generator when sending, over all requests. Latencies include it.
-        step_ms: Mean gap between messages, without the first gap, which contains the hand-over.
+        e2e_ms: Time from the due time of a request to its end.
+        lag_ms: Time from the due time of a request to its sending, over all requests. Latencies
+            include it.
+        step_ms: Estimated time of a decode step: mean gap between messages. The first gap of an
+            answer is left out, because it contains the hand-over.
         use: Use of the decode nodes.
         host_share: Share of decode step time outside tensor programs.
     """
@@ -97,18 +100,19 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class AcceptanceStats:
-    """Acceptance of drafts. Tokens cut off by a stop or by ``max_tokens`` do not count as accepted.
+class Acceptance:
+    """Acceptance of drafts. Drafts cut off by a stop or by ``max_tokens`` do not count as accepted.
 
     Attributes:
-        num_drafts: Maximum depth of drafts that occurred.
+        num_drafts: Largest draft depth that occurred.
         num_steps: Decode steps.
         accepted_length: Tokens per step.
         per_position: Accepted share of the drafts at each position.
-        fitted: Single acceptance that gives ``accepted_length`` (cluster/bench/speculation.py).
-        alpha: Accepted share of all drafts whose predecessors were accepted. Equals E[sum min(p,
-            q)] if p/q decides on drafts drawn from q and tokens drawn from p, or if both are
-            greedy.
+        fitted: Acceptance probability that gives ``accepted_length`` if it is the same at all
+            positions (cluster/bench/speculation.py).
+        alpha: Accepted share of all drafts whose predecessors were accepted. Estimates E[sum min(p,
+            q)], with the distributions p of the model and q of the drafter. This holds for
+            rejection sampling, and if both are greedy.
         nodes_per_step: Drafts verified per step, including all branches of a tree.
         nodes_per_depth: Drafts verified per depth; 1 for chains.
     """
@@ -129,13 +133,14 @@ class AcceptanceStats:
 
 
 def ttft_ms(record: Record) -> float | None:
-    """Return the milliseconds from when the request was due to its first token."""
+    """Return the time from a request's due time to its first token in ms; None without a token."""
     return (record.messages[0][0] - record.due_s) * 1e3 if record.messages else None
 
 
 def tpot_ms(record: Record) -> float | None:
-    """Return the mean milliseconds per token after the first message; None if there is no such
-    token.
+    """Return the mean time per token after the first message in ms.
+
+    Returns None if all tokens came in the first message.
     """
     num_later = sum(num for _, num in record.messages[1:])
     if not num_later:
@@ -144,8 +149,9 @@ def tpot_ms(record: Record) -> float | None:
 
 
 def message_gaps_ms(record: Record) -> list[tuple[float, int]]:
-    """Return the gap before each message except the first, in ms, and the message's number of
-    tokens.
+    """Return a pair for each message except the first.
+
+    A pair is the gap before the message in ms and the number of its tokens.
     """
     return [((b - a) * 1e3, num) for (a, _), (b, num) in pairwise(record.messages)]
 
@@ -190,7 +196,7 @@ def measure(runs: Sequence[Run], slo: Slo) -> Metrics:
 
 
 def _num_reachable_drafts(counts: SpeculationCounts) -> int:
-    """Return the number of drafts whose predecessors were accepted."""
+    """Return the number of drafts whose predecessors in the same step were all accepted."""
     drafted = counts.drafted_per_position
     before = [*drafted[:1], *counts.accepted_per_position]
     return sum(map(min, drafted, before))

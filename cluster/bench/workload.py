@@ -1,4 +1,4 @@
-"""Workloads: prompts and lengths, all functions of the seed."""
+"""Workloads: prompts and lengths of requests, determined by the seed."""
 
 import json
 import random
@@ -14,8 +14,9 @@ TRACE_FIELDS = {"arrival_s", "prompt_tokens", "prompt_ids", "text", "max_tokens"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to send. ``arrival_s`` is seconds after the trace's start; None outside of
-    traces.
+    """One request to send.
+
+    ``arrival_s`` is seconds after the start of the trace; None outside of traces.
     """
 
     prompt: str | tuple[int, ...]
@@ -72,7 +73,7 @@ def random_jobs(
 ) -> list[Job]:
     """Return jobs whose prompts are a random shared prefix and a unique random suffix.
 
-    Warm-up jobs have the same prefixes and other suffixes.
+    Warm-up jobs have the same prefixes but different suffixes.
 
     Raises:
         ValueError: The longest request exceeds the model's maximum length.
@@ -96,7 +97,7 @@ def random_jobs(
 
 
 def trace_jobs(path: Path, model: ModelInfo, max_jobs: int, seed: int) -> list[Job]:
-    """Return the first ``max_jobs`` lines of a JSONL trace, ordered by arrival.
+    """Return the jobs in the first ``max_jobs`` lines of a JSONL trace, ordered by arrival.
 
     Raises:
         ValueError: Names the invalid line and its mistake.

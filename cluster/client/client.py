@@ -47,8 +47,9 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
 
     Args:
         address: HOST:PORT of the server.
-        retry_s: Maximum seconds without a new token, from the first failure, before a broken stream
-            fails. At most UNREACHABLE_TIMEOUT_S while no server has ever answered at ``address``.
+        retry_s: Maximum seconds, from the first failure, for which a broken stream is retried
+            without a new token. At most UNREACHABLE_TIMEOUT_S while no server has ever answered at
+            ``address``.
         backoff_s: Pause before the second attempt, in seconds; later pauses double.
     """
 
@@ -94,8 +95,9 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
         return completions_of([piece async for piece in self.generate(prompt, **options)])
 
     async def abort(self, request_id: str) -> bool:
-        """Abort a request, whose stream then ends with ``Finished``. Return False if it is not
-        running.
+        """Abort a request, whose stream then ends with ``Finished``.
+
+        Returns False if the request is not running.
         """
         answer = await self._call(self._stub.Abort, pb.AbortRequest(request_id=request_id))
         return bool(answer.found)
@@ -142,9 +144,9 @@ class AsyncClient(AbstractAsyncContextManager["AsyncClient"]):
             raise await self._failure(error) from error
 
     async def _failure(self, error: grpc.RpcError) -> InferenceError:
-        """Convert ``error``, and explain it if no server listens at this address.
+        """Convert ``error``. If no server listens at the address, the result explains that.
 
-        GetStatus distinguishes the two cases, because every running server answers it.
+        A GetStatus call tests this, because every running server answers it.
         """
         failure = InferenceError.of(error)
         if self._unreachable_text and failure.code == grpc.StatusCode.UNAVAILABLE:

@@ -39,8 +39,9 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     """Amounts added to the logits, by token id [none]."""
     seed: int | None
-    """Sampling seed, 0 to 2^63-1. None: the client draws one if temperature > 0, so that a resumed
-    answer keeps its seed [None].
+    """Sampling seed, 0 to 2^63-1.
+
+    None: the client draws one if temperature > 0, so that a resumed answer keeps its seed [None].
     """
     stop: str | Sequence[str]
     """Stop string or strings: they end the answer and are not part of its text [none]."""
@@ -51,45 +52,50 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     """Continue after the model's end-of-sequence tokens [False]."""
     skip_special_tokens: bool
-    """Omit special tokens from the text. False: they have a text, and stop strings match it
-    [True].
+    """Omit special tokens from the text.
+
+    False: special tokens appear in the text, and stop strings match them [True].
     """
     logprobs: int | None
-    """Number of most likely tokens whose log probabilities are returned with each token's own.
-    None: no log probabilities [None].
+    """Number of most likely tokens returned per position, with their log probabilities.
+
+    The log probability of the chosen token is returned too. None: no log probabilities [None].
     """
     n: int
-    """Number of answers, distinguished by ``index``. Broken streams are resumed for one answer only
-    [1].
-    """
+    """Number of answers, distinguished by ``index``. A broken stream is resumed if n is 1 [1]."""
     max_drafts: int | None
     """Maximum drafts per step. None: the server's speculation.max_depth [None]."""
     acceptance: str
-    """Acceptance rule for drafts, such as relaxed or rejection. ``Acceptance`` in
-    cluster/proto/tandem.proto describes all of them [strict].
+    """Acceptance rule for drafts, such as relaxed or rejection [strict].
+
+    ``Acceptance`` in cluster/proto/tandem.proto describes all rules.
     """
     relaxed_top_n: int
-    """Relaxed acceptance: number of most likely tokens that a draft must be among [0,
-    meaning 1].
+    """Relaxed acceptance: number of most likely tokens that a draft must be among.
+
+    0 means 1 [0].
     """
     relaxed_delta: float
     """Relaxed acceptance: maximum difference from the most likely token's probability [0]."""
     typical_epsilon: float
-    """Typical acceptance: probability above which a draft is accepted [0, meaning 0.09]."""
+    """Typical acceptance: probability above which a draft is accepted. 0 means 0.09 [0]."""
     typical_alpha: float
-    """Typical acceptance: drafts above this factor times exp(-entropy) are also accepted [0,
-    meaning 0.3].
+    """Typical acceptance: factor of exp(-entropy) above which drafts are also accepted.
+
+    0 means 0.3 [0].
     """
     request_id: str | None
     """Name of the request in ``abort`` and in logs. None: the client generates one [None]."""
     resume_token_ids: Sequence[int]
     """Output tokens that the caller already has; they are not sent again [none]."""
     resume_model: str | None
-    """Digest of the model that generated ``resume_token_ids``. A server of another model refuses
-    the request [not checked].
+    """Digest of the model that generated ``resume_token_ids``.
+
+    A server of another model refuses the request [not checked].
     """
     resume_proof: str | None
     """Proof from the broken stream, which gives the resumed answer priority over new requests.
+
     Valid only with the same request_id and seed [none].
     """
     timeout_s: float | None
@@ -139,5 +145,5 @@ def _refuse_bytes(values: Mapping[str, Any]) -> None:
 
 
 def _submessage(cls: type[_Message], fields: Mapping[str, Any]) -> _Message:
-    """Build a ``cls`` message from those options that are fields of it."""
+    """Build a message of type ``cls`` from the options in ``fields`` that it has."""
     return cls(**{name: fields[name] for name in cls.DESCRIPTOR.fields_by_name if name in fields})

@@ -48,7 +48,7 @@ class InferenceError(Exception):
 
     @classmethod
     def of(cls, error: grpc.RpcError) -> Self:
-        """Convert an error of either kind of channel, including the server's retry hint."""
+        """Convert an error of an asyncio or blocking channel, including the server's retry hint."""
         hint = dict(tuple(error.trailing_metadata() or ())).get(RETRY_AFTER_KEY)
         return cls(error.code(), error.details() or "", hint and float(hint))
 
@@ -66,10 +66,11 @@ class Completion:
 
 
 class StreamPlan:
-    """State of one request across retries: one answer over any number of streams, or n over one.
+    """State of one request across retries.
 
-    Every attempt carries the same request id and nonce. From the nonce the server recognises a
-    retry, as opposed to another request with the same id.
+    A request for one answer may take several streams. A request for n answers takes one. Every
+    attempt carries the same request id and nonce. The nonce distinguishes a retry from another
+    request with the same id.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class StreamPlan:
         Args:
             failure: Error that ended the latest attempt; None if the stream ended early without
                 one.
-            is_known: A server has answered at this address before. If not, retries end after
+            is_known: Whether a server has ever answered at this address. If not, retries end after
                 UNREACHABLE_TIMEOUT_S at the latest.
 
         Raises:

@@ -60,7 +60,7 @@ RayAddress = Annotated[
 
 
 def with_options_of(options: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Declare the fields of the dataclass ``options`` as the keyword arguments of a command."""
+    """Return a decorator that makes the fields of the dataclass ``options`` a command's options."""
 
     def declared(command: Callable[..., None]) -> Callable[..., None]:
         command.__signature__ = inspect.signature(options)  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ Address = Annotated[str, typer.Option(metavar="HOST:PORT", help="Address of the 
 def status(address: Address = DEFAULT_ADDRESS, as_json: Json = False) -> None:
     """Show the state of a server and of every rank.
 
-    The exit code is 0 if the server accepts requests, else 1. SERVING and
-    DEGRADED servers do. DEGRADED: some of the configured nodes are not ready.
+    The exit code is 0 if the server accepts requests (SERVING or DEGRADED),
+    else 1. DEGRADED: some of the configured nodes are not ready.
 
     \b
     Examples:

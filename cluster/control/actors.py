@@ -46,7 +46,10 @@ class RayControl(Control):
 
 
 def owner_control(name: str, epoch: int) -> Control:
-    """Return a client of a prefill rank for decode ranks; uses Ray until its address is known."""
+    """Return a client with which a decode rank calls the prefill rank ``name``.
+
+    It requests the rank's address through Ray and then calls the rank over TCP.
+    """
     return CallClient(name, epoch, RayControl(name, epoch))
 
 

@@ -58,14 +58,17 @@ class Controller:
         self._change_lock = asyncio.Lock()
         self._background = Tasks()
         self._relocating_gangs = set[str]()
-        # Adopt now: after a restart no call may come for long, and gangs need supervision.
+        # Adopt now: gangs need supervision, but the first call after a restart may come late.
         try:
             ray.get_runtime_context().current_actor.ensure_adopted.remote()
         except Exception:  # Ray never restarts an actor whose creation failed
             log.exception("what is there is adopted with the first call only")
 
     async def ensure_adopted(self) -> None:
-        """Adopt existing ranks, once. Retries until it succeeds. Other calls wait for that."""
+        """Adopt the ranks that exist already, once. Retry until it succeeds.
+
+        Other calls wait until it has succeeded.
+        """
         async with self._adoption_lock:
             while self._epochs.seen[0] == 0:
                 try:
@@ -75,9 +78,10 @@ class Controller:
                     await asyncio.sleep(POLL_S)
 
     async def attach(self, config_json: str) -> bytes:
-        """Return the packed Membership. Starts the gangs that are not running or are down.
+        """Start all gangs that are down or not running, and return the packed Membership.
 
-        A packed ValueError names each key that differs from the running cluster's.
+        If the configuration differs from the running cluster's, a packed ValueError names each key
+        that differs.
         """
         await self.ensure_adopted()
         try:
@@ -88,7 +92,10 @@ class Controller:
             return encode_failure(error)
 
     async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
-        """Return the packed Membership once it is newer than the version, or after ``wait_s``."""
+        """Return the packed Membership once its version is above (``incarnation``, ``counter``).
+
+        Returns it after ``wait_s`` seconds in any case.
+        """
         await self.ensure_adopted()
         if incarnation > self._epochs.seen[0]:  # no rank survived, and the clock was set back
             self._epochs.seen = incarnation + 1, self._epochs.seen[1]
@@ -99,7 +106,10 @@ class Controller:
         return pack(self._snapshot)
 
     async def report(self, gang: str, epoch: int, reason: str) -> None:
-        """Handle a gateway's suspicion of an epoch: check whether the gang's ranks still answer."""
+        """Handle a gateway's suspicion that a gang's epoch has failed.
+
+        The gang's ranks are polled at once. Those that do not answer are lost.
+        """
         await self.ensure_adopted()
         if gang in self._gangs:
             self._gangs[gang].report(epoch, reason)
@@ -141,9 +151,10 @@ class Controller:
         self._publish()
 
     def _may_be_replaced(self) -> bool:
-        """Return whether no gang has ever served and one was given up.
+        """Return whether another configuration may replace the current one.
 
-        Then no gateway relies on the configuration yet, and the mistake in it can be corrected.
+        This requires that no gang has ever served and at least one was given up. No gateway relies
+        on the configuration then.
         """
         has_served = any(supervisor.history.has_served for supervisor in self._gangs.values())
         return not has_served and any(gang.is_given_up for gang in self._snapshot.gangs)
@@ -191,14 +202,15 @@ class Controller:
             if first.placement:
                 rank = ranks_by_name[first.spec.process_name]
                 placed[gang] = await _answer_or_none(rank, rank.placement())
-        # Nothing fails from here on: seen[0] > 0 means that adoption is complete.
+        # No code below may fail, because seen[0] > 0 marks adoption as complete.
         incarnation = max(int(time.time()), *(1 + state.max_seen[0] for state in states), 1)
         self._epochs.seen = incarnation, max((state.max_seen[1] for state in states), default=0)
         if adopted and (config := configs[adopted[0].config_json]) is not None:
             self._configure(config)
         for name, supervisor in self._gangs.items():
             found = gangs.get(name, [])
-            supervisor.placement = placed.get(name)  # if unknown, ranks differ: the epoch ends
+            # If it is unknown, new ranks get another placement, which ends the epoch.
+            supervisor.placement = placed.get(name)
             supervisor.history = RestartHistory(has_served=True)
             supervisor.start([ranks_by_name[state.spec.process_name] for state in found], found)
         self._publish()

@@ -1,4 +1,7 @@
-"""Draining of a gang: it gets no new sequences, and the existing ones finish or migrate."""
+"""Draining of a gang.
+
+The gang gets no new sequences. Its existing ones finish or migrate to another gang.
+"""
 
 import asyncio
 import logging
@@ -45,5 +48,5 @@ def check_supervised(supervisor: GangSupervisor) -> None:
 
 
 def count_sequences(supervisor: GangSupervisor) -> int:
-    """Return the number of sequences on all ranks at the last poll."""
+    """Return the number of sequences on all ranks of the gang, as of the last poll."""
     return sum(state.num_sequences for state in supervisor.ranks.states.values())

@@ -1,4 +1,4 @@
-"""Causes of the end of an epoch: pure decisions over the states and crash reports of ranks."""
+"""Causes of the end of an epoch: pure functions of the states and crash reports of ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +12,12 @@ USER_ERROR = "mistake"
 NO_CAPACITY = "no room"
 INTERNAL_FAULT = "fault"
 EXTERNAL = "outside"
-"""Categories of causes: the user's configuration, no capacity, an error of the ranks themselves,
-and all else (a SIGKILL, a lost machine, silence)."""
+"""Categories of causes.
+
+USER_ERROR: a mistake in the configuration. NO_CAPACITY: Ray has no capacity for the gang.
+INTERNAL_FAULT: an error of the ranks themselves. EXTERNAL: all else, such as a SIGKILL, a lost
+machine or silence.
+"""
 CREATION_FAILURE_TEXT = "creation task"
 """Part of Ray's message about an actor whose constructor failed."""
 FATAL_SIGNAL_TEXT = "Fatal Python error"
@@ -23,7 +27,7 @@ MAX_REPORTED_LOG_BYTES = 2000
 
 @dataclass(frozen=True, slots=True)
 class CrashReport:
-    """Traces of a dead rank: the end of its log, and the sequences in its step."""
+    """Traces of a dead rank: the end of its log, and the sequences of the step that it ran."""
 
     log: str = ""
     in_flight: InFlightBatch | None = None
@@ -35,7 +39,7 @@ class EpochFailure:
 
     Attributes:
         error: The cause.
-        survivors: Ranks that are intact.
+        survivors: Numbers of the ranks whose processes are intact.
         reports: Crash reports of the ranks that died or caused the end.
     """
 
@@ -45,7 +49,10 @@ class EpochFailure:
 
     @property
     def category(self) -> str:
-        """Category of the cause, which decides on the restart."""
+        """Category of the cause: USER_ERROR, NO_CAPACITY, INTERNAL_FAULT or EXTERNAL.
+
+        It determines whether and when the gang is restarted (cluster/control/restart_policy.py).
+        """
         if isinstance(self.error, ValueError):
             return USER_ERROR
         if isinstance(self.error, Overloaded):
@@ -71,9 +78,9 @@ class EpochFailure:
 
     @property
     def in_flight(self) -> InFlightBatch | None:
-        """Sequences of the step that ended the epoch, None if the cause was no step.
+        """Sequences of the step that ended the epoch; None if the cause was not a step.
 
-        A killed process, a lost machine and silence never count as a step's fault.
+        A killed process, a lost machine and silence never count as caused by a step.
         """
         for report in self.reports:
             if report.in_flight is not None and (self._is_step or FATAL_SIGNAL_TEXT in report.log):
@@ -86,7 +93,7 @@ class EpochFailure:
 
 
 class EpochOver(Exception):
-    """End of an epoch because of ``cause``. The processes of ``lost_ranks`` are to be killed."""
+    """End of an epoch because of ``cause``. The processes of ``lost_ranks`` must be killed."""
 
     def __init__(self, cause: Exception, *lost_ranks: int) -> None:
         super().__init__(str(cause))
@@ -101,7 +108,7 @@ def check_states(states: Sequence[RankState]) -> None:
             raise EpochOver(to_error(state.failure), state.spec.rank)
     ends = [state.epoch_end_cause for state in states if state.epoch_end_cause is not None]
     if ends:
-        # The rank that ended the epoch knows more than those that only noticed it.
+        # The rank that ended the epoch knows more than the ranks that only noticed its end.
         raise EpochOver(
             to_error(min(ends, key=lambda failure: failure.kind != ProgramFailed.__name__))
         )
@@ -120,9 +127,10 @@ def check_states(states: Sequence[RankState]) -> None:
 
 
 def is_starting(state: RankState | None) -> bool:
-    """Return whether a rank with this latest state (None: none yet) should make progress by itself.
+    """Return whether a rank is expected to make startup progress without waiting for others.
 
-    A rank does not if it is ready, or waits for its gang to load or for its cluster's weights.
+    ``state`` is its latest state; None if it has reported none. A rank that is ready, or that waits
+    for its gang or for the cluster's weights, is not expected to.
     """
     return state is None or (
         not (state.info or state.wait_reason) and state.is_loaded == state.is_joined
@@ -141,10 +149,9 @@ def describe_activity(state: RankState | None) -> str:
 
 
 def laggard(states: Sequence[RankState]) -> RankState:
-    """Return the rank that the others wait for, if some rank is stalled.
+    """Return the rank that has come least far in lockstep, for which the others wait.
 
-    Among the ranks that are least far in lockstep, a stalled one takes precedence over one that is
-    idle.
+    A stalled rank takes precedence over an idle one at the same position.
     """
     known = [
         (state.engine_progress, state) for state in states if state.engine_progress is not None
@@ -153,7 +160,7 @@ def laggard(states: Sequence[RankState]) -> RankState:
 
 
 def has_failed(state: RankState) -> bool:
-    """Return whether the rank's own part of a step ended the epoch."""
+    """Return whether an error in the rank's own part of a step ended the epoch."""
     return (
         state.epoch_end_cause is not None and state.epoch_end_cause.kind == ProgramFailed.__name__
     )

@@ -29,9 +29,9 @@ log = logging.getLogger(__name__)
 class EpochCounter:
     """Source of epoch numbers that no two epochs of any gang share.
 
-    ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest that
-    any rank has seen. Epochs are at least the wall clock's milliseconds. A new cluster does not
-    know the epochs of a previous one, which may have used many within a second.
+    ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest values
+    that any rank has seen. An epoch number is at least the current time in milliseconds. A new
+    cluster therefore does not reuse numbers of a previous one, which it does not know.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class EpochCounter:
 class GangSupervisor:
     """Supervisor of one gang, whose rank processes ``machines`` start.
 
-    An epoch ends with the loss of any rank. The other ranks keep process and weights and join the
-    next epoch, unless they cannot leave this one.
+    The epoch ends when any rank is lost. The other ranks keep process and weights and join the next
+    epoch, unless they cannot leave this one.
 
     Attributes:
-        epochs: Source of epoch numbers; its ``seen`` is sent to the ranks to remember.
+        epochs: Source of epoch numbers. The ranks remember its ``seen`` for the next controller.
         on_change: Called after each change of ``gang``.
         gang: Published state of the gang.
         ranks: The rank processes.
@@ -80,13 +80,14 @@ class GangSupervisor:
         return self._task is not None and not self._task.done()
 
     def start(self, ranks: "Sequence[RayRank]" = (), adopted: Sequence[RankState] = ()) -> None:
-        """Start supervising the gang. If it is supervised already, only reset its count of
-        failures.
+        """Start supervising the gang.
+
+        If it is supervised already, only its count of failures is reset.
 
         Args:
             ranks: Processes to adopt; empty to start new ones.
-            adopted: States of ``ranks``. If complete, their epoch continues, otherwise a new one
-                starts.
+            adopted: States of ``ranks``. If all ranks of an epoch are among them, that epoch
+                continues. Otherwise a new epoch starts.
         """
         before = self.history
         self.history = RestartHistory(
@@ -105,7 +106,10 @@ class GangSupervisor:
         self._task = asyncio.create_task(self._run(), name=f"gang-{self.plan.name}")
 
     def report(self, epoch: int, reason: str) -> None:
-        """Poll the ranks now because ``epoch`` is suspected, and end it if one does not answer."""
+        """Poll the ranks at once because ``epoch`` is suspected to have failed.
+
+        The epoch ends if a rank does not answer.
+        """
         if epoch == self.gang.epoch:
             self.ranks.suspicion = reason
             self._poll_now.set()

@@ -23,8 +23,8 @@ async def launch(
 ) -> AsyncIterator[ClusterGateway]:
     """Yield a gateway to the cluster of ``config``.
 
-    Without ``ray_address``, a local Ray and cluster are started and ended with the context. With
-    it, the cluster of that Ray is joined or created, and only left at exit.
+    Without ``ray_address``, a local Ray and cluster are started, and ended at exit. With it, the
+    cluster of that Ray is joined or created, and continues after the exit.
 
     Raises ValueError for mistakes of the user, such as a missing checkpoint.
     """

@@ -44,7 +44,7 @@ DETACHED_OPTIONS = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurr
 class RayRank:
     """A supervisor's handle of a rank's actor.
 
-    Calls raise RankLost if the actor is dead, and TimeoutError if that is unknown at the moment.
+    Calls raise RankLost if the actor is dead, and TimeoutError if Ray does not know yet.
     """
 
     def __init__(self, name: str, actor: Any) -> None:
@@ -67,7 +67,7 @@ class RayRank:
             raise RankLost(f"{self.name}: {error}") from error
 
     async def open_rendezvous(self) -> Rendezvous:
-        """Open the rendezvous of a new epoch on rank 0."""
+        """Let rank 0 open the rendezvous of a new epoch, at which its ranks meet."""
         return unpack(Rendezvous, await self._await_reply(self._actor.open_rendezvous.remote()))
 
     async def join(self, spec: RankSpec, rendezvous: Rendezvous) -> None:
@@ -75,7 +75,7 @@ class RayRank:
         await self._await_reply(self._actor.join.remote(pack(spec), pack(rendezvous)))
 
     async def leave(self) -> None:
-        """Leave the epoch; the process stays. Also raises RankLost if the rank cannot leave."""
+        """Leave the epoch; the process continues. Raises RankLost also if the rank cannot leave."""
         await self._await_reply(self._actor.leave.remote())
 
     async def expert_rows(self) -> ExpertRows:
@@ -88,7 +88,7 @@ class RayRank:
         await self._actor.stop.remote()
 
     def kill(self) -> None:
-        """Kill the process. Its raylet also kills a stopped (SIGSTOP) one, after five seconds."""
+        """Kill the process. Ray also kills a process stopped by SIGSTOP, after five seconds."""
         ray.kill(self._actor)
 
 
@@ -97,18 +97,21 @@ RanksByNumber = dict[int, RayRank]
 
 
 class RayMachines:
-    """Placement of a gang's ranks by Ray, all at once and on the fewest possible machines."""
+    """Starts the ranks of gangs through Ray.
+
+    Ray places all ranks of a gang at once, preferably on one machine or a small number of them.
+    """
 
     async def launch_ranks(
         self, plan: GangPlan, launch: EpochLaunch, config: TandemConfig, ranks: RanksByNumber
     ) -> None:
-        """Start the missing ranks of a gang, which then load, and add them to ``ranks``.
+        """Start the missing ranks of a gang and add them to ``ranks``.
 
         Raises:
             Overloaded: Ray has no capacity for the gang.
             RankLost: The placement group of the other ranks no longer exists.
             EpochOver: Ray does not answer, or has no replacement yet for a lost machine. The other
-                ranks survive.
+                ranks are kept.
         """
         config_and_placement = (
             config.model_dump_json(),
@@ -144,19 +147,25 @@ class RayMachines:
             return CrashReport()
 
     async def release_placement_group(self, gang: str) -> None:
-        """Remove the gang's placement groups of all epochs. Its ranks have been killed."""
+        """Remove the gang's placement groups of all epochs.
+
+        Call this only after its ranks have been killed.
+        """
         await asyncio.to_thread(remove_placement_groups, (), gang)
 
 
 def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
-    """Return the placement group of the launch, created if it is for this epoch. Blocks."""
+    """Return the placement group of the launch. Blocks.
+
+    The group is created if the launch's epoch is the first one that uses it.
+    """
     name = _placement_group_name(plan.name, launch.placement_group_epoch)
     if launch.placement_group_epoch != launch.epoch:
         try:
             return get_placement_group(name)
         except ValueError as error:
             raise RankLost(f"{plan.name}: its placement group is gone") from error
-    remove_placement_groups(gang=plan.name)  # left over from epochs where the removal failed
+    remove_placement_groups(gang=plan.name)  # groups whose removal failed earlier
     group = placement_group(
         [dict(plan.resources)] * plan.num_ranks,
         strategy="PACK",
@@ -196,7 +205,10 @@ def _create_rank(
 
 
 def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
-    """Return the packed CrashReport, on the rank's machine, and delete the crash journal."""
+    """Return a packed CrashReport from a rank's log and crash journal, and delete the journal.
+
+    Runs on the rank's machine.
+    """
     text = ""
     in_step = read_crash_journal(crash_journal_path)
     Path(crash_journal_path).unlink(missing_ok=True)
@@ -208,7 +220,10 @@ def _read_crash_report(log_path: str, crash_journal_path: str) -> bytes:
 
 
 def _read_crash_report_remotely(state: RankState) -> CrashReport:
-    """Read the report by a task on the rank's machine, known from the placement group."""
+    """Read the crash report with a Ray task on the rank's machine.
+
+    The placement group shows which machine that is.
+    """
     spec = state.spec
     placed = ray.util.placement_group_table(
         get_placement_group(_placement_group_name(spec.gang, placement_group_epoch_of(spec)))

@@ -39,8 +39,8 @@ OnProgress = Callable[[str], None]
 class RayMembers:
     """Client of the controller; created by ``attach``.
 
-    ``membership`` is the latest snapshot received. It does not change while the controller
-    restarts, nor after the cluster was stopped.
+    ``membership`` is the latest snapshot received. It does not change while the controller restarts
+    or after the cluster was stopped.
     """
 
     def __init__(self, config: TandemConfig, controller: Any, membership: Membership) -> None:
@@ -95,7 +95,7 @@ class RayMembers:
         return replace(snapshot, gangs=())
 
     async def wait_until_started(self, on_progress: OnProgress) -> None:
-        """Wait until each kind has a ready gang and no gang is in its first start.
+        """Wait until each kind of gang has a ready one and no gang is starting for the first time.
 
         Raises the failure of a gang that the controller has given up.
         """
@@ -116,7 +116,7 @@ class RayMembers:
             snapshot = await self.wait_for_change(snapshot.version)
 
     def control(self, spec: RankSpec) -> Control:
-        """Return a client for this rank in this epoch only."""
+        """Return a client of this rank, valid in this epoch only."""
         return RayControl(spec.process_name, spec.epoch)
 
     def report(self, gang: str, epoch: int, reason: str) -> None:
@@ -125,7 +125,7 @@ class RayMembers:
 
 
 def _create_controller() -> Any:
-    # Calls wait for a restart. The actor runs on the head, because other machines may leave.
+    # Calls wait while the actor restarts. It runs on the head, because other machines may leave.
     options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}}
     options |= {"get_if_exists": True, "max_restarts": -1, "max_task_retries": -1}
     make = ray.remote(Controller).options(name=CONTROLLER, **options, **DETACHED_OPTIONS)

@@ -29,7 +29,7 @@ class GangPlan:
 
     Attributes:
         resources: Resources that each rank needs.
-        group: Group whose machines the ranks need; None: any machine.
+        group: Ray node group whose machines the ranks must run on; None: any machine.
     """
 
     name: str
@@ -101,11 +101,11 @@ def plan_gangs(config: TandemConfig) -> list[GangPlan]:
 
 
 def choose_label_selector(plan: GangPlan, machines: Sequence[Machine]) -> dict[str, str]:
-    """Return the labels of all machines that a gang may be placed on.
+    """Return the labels that a machine must have to run ranks of a gang.
 
-    These are the label of its group and, if the group has replicas, the label of one replica. A
-    replica with capacity for the whole gang is preferred. Gangs that choose at the same time choose
-    different replicas.
+    These are the label of its group and, if the group has KubeRay replicas, the label of one
+    replica. A replica with capacity for the whole gang is preferred. Gangs that choose at the same
+    time choose different replicas.
     """
     capacity = Counter[str]()
     for machine in plan.machines_in_group(machines):
@@ -147,9 +147,9 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
 def host_addresses(host: str, machines: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
     """Return the address that each rank listens on, given the machine of each rank.
 
-    Unless ``host`` (``kv_transfer.host``) is set, this is the address by which Ray knows the
-    machine. In a local Ray that is the loopback address. Machines that join later reach ranks
-    there.
+    The address is ``host`` (``kv_transfer.host``) unless that is "auto". Then it is the address by
+    which Ray knows the machine: the loopback address in a local Ray, otherwise one that other
+    machines can reach.
     """
     return [addresses[machine] if host == AUTO else host for machine in machines]
 
@@ -158,7 +158,7 @@ def adoptable_ranks(states: Sequence[RankState]) -> dict[str, list[RankState]]:
     """Return the ranks to adopt, by gang and in order.
 
     These are the ranks without failure whose configuration is that of the latest epoch. They must
-    be in the gang's latest placement group. Of each rank the latest process counts.
+    be in the gang's latest placement group. If a rank has several processes, the latest one counts.
     """
     latest = max(states, key=lambda state: state.spec.epoch, default=None)
     config_json = None if latest is None else latest.config_json

@@ -18,13 +18,15 @@ if TYPE_CHECKING:
     from tandem.cluster.control.machines import RayRank
 
 LEAVE_TIMEOUT_S = 10.0
-"""Seconds that a rank may take to leave an epoch. Killing a stopped peer, for which it waits, takes
-five of them."""
+"""Seconds that a rank may take to leave an epoch.
+
+It may have to wait until a peer stopped by SIGSTOP is killed, which takes five seconds.
+"""
 MAX_UNANSWERED = 5
-"""Consecutive polls that a rank that is not ready may leave unanswered.
+"""Number of consecutive unanswered polls after which a rank that is not ready is lost.
 
 Each poll times out after ``control.stall_timeout_s``. A process that imports torch on a busy
-machine may well miss one.
+machine may miss one.
 """
 Answer = TypeVar("Answer")
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class RankGroup:
     states: dict[int, RankState] = field(default_factory=dict)
     suspicion: str = ""
     weights: ClusterWeights = field(default_factory=ClusterWeights)
-    """Weights of all gangs of the cluster."""
+    """Weights that all ranks of the cluster must hold."""
     placement_group_epoch: int = 0
     """Epoch for which the gang's placement group was created."""
     _kill_pending: "list[RayRank]" = field(default_factory=list)
@@ -78,7 +80,7 @@ class RankGroup:
         return [rank for rank in range(self.plan.num_ranks) if rank not in self.handles]
 
     async def poll_states(self, seen: tuple[int, int]) -> Sequence[RankState]:
-        """Poll all ranks and return their states; () if one is silent without a suspicion.
+        """Poll all ranks and return their states; () if a rank is silent but not suspected.
 
         Raises EpochOver if a rank is dead, is silent under suspicion, or makes no startup progress
         for too long.
@@ -102,7 +104,7 @@ class RankGroup:
             return [self.states[rank] for rank in range(self.plan.num_ranks)]
         suspicion = suspicion or self.suspicion
         if not suspicion:
-            # The states of the others are as old as the silence: poll them again.
+            # The other ranks' states were read when the silence began, so poll them again.
             others = self.handles.keys() - silent
             others -= set(await self._poll(others, seen))
             try:
@@ -223,7 +225,10 @@ class RankGroup:
             self.kill([rank])
 
     async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
-        """Poll ``ranks``, store states, return silent ranks. Raises EpochOver if one is dead."""
+        """Poll ``ranks``, store their states and return the silent ranks.
+
+        Raises EpochOver if a rank is dead or holds other weights than the cluster.
+        """
         polls = {
             rank: self._call(self.handles[rank].get_state, *seen, self.weights.digest)
             for rank in ranks

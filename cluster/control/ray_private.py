@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 HEAD_RESOURCE = "node:__internal_head__"
 """Resource of the machine on which Ray's head runs."""
 _INLINE_BYTES = str(32 << 20)
-"""Twice the maximum size of a client's message."""
+"""Maximum bytes of arguments that a call carries inline: twice those of a client's message."""
 
 
 def redirect_ray_messages() -> None:
@@ -48,7 +48,7 @@ def free_resources_by_node() -> dict[str, dict[str, float]]:
 
 
 def resolve_head_address(address: str) -> str | None:
-    """Return the address of the Ray head for ``--ray-address``, after loading our auth token.
+    """Load the user's Ray auth token and return the address of the Ray head at ``address``.
 
     Ray itself loads the token only if no address is given.
     """
@@ -61,9 +61,9 @@ def isolate_local_ray() -> None:
     """Configure the local Ray that this process is about to start.
 
     Ray replaces a loopback address by an external one unless clusters are disabled. This process
-    reads the constant, its child processes the variable. Ranks get niceness 0 instead of Ray's
-    default, because one busy process would starve them. Ray's monitor and log monitor are not
-    started: a local Ray never grows, and prints no logs here.
+    reads a constant of Ray for that, its child processes an environment variable. Ranks get
+    niceness 0 instead of Ray's default, because one busy process would starve them. Ray's monitor
+    and log monitor are not started: a local Ray never grows, and prints no logs here.
     """
     os.environ |= {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0", "RAY_worker_niceness": "0"}
     ray_constants.ENABLE_RAY_CLUSTER = False

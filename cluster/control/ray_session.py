@@ -21,8 +21,10 @@ OBJECT_STORE_BYTES = 128 << 20
 REAPER_TIMEOUT_S = 10.0
 PROBE_TIMEOUT_S = 10.0
 JOIN_TIMEOUT_S = 60.0
-"""Seconds for a connection to Ray, and for joining it as a whole. Ray itself retries for many
-minutes."""
+"""Maximum seconds for joining an existing Ray.
+
+A test connection to it may take PROBE_TIMEOUT_S of them. Ray itself retries for many minutes.
+"""
 INIT_OPTIONS = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_driver": False}
 
 
@@ -30,8 +32,8 @@ INIT_OPTIONS = {"namespace": NAMESPACE, "logging_level": logging.ERROR, "log_to_
 async def ray_session(address: str | None, num_cpus: int = 0) -> AsyncIterator[None]:
     """Connect to the Ray at ``address`` ("auto": the one on this machine), and leave it at exit.
 
-    For None, start a local Ray that listens on the loopback interface only. None of its processes
-    outlives the block or this process, even if this process is killed.
+    If ``address`` is None, start a local Ray that listens on the loopback interface only. None of
+    its processes outlives the block or this process, even if this process is killed.
 
     Raises ValueError if there is no Ray at ``address`` or if it denies access.
     """

@@ -38,11 +38,10 @@ def started_at(pid: int) -> str | None:
 
 
 def main() -> None:
-    """Watch the process trees of the pids in the arguments until standard input closes, then kill
-    all.
+    """Watch the process trees of the pids in the arguments, and kill them at the end.
 
-    Standard input closes when the parent ends or requests the end. All processes that were in a
-    tree at any time are killed.
+    The end is when standard input closes: the parent process has ended or closed the pipe. All
+    processes that were in a tree at any time are killed.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -40,7 +40,8 @@ class RebalanceResult:
 async def rebalance_gang(supervisor: GangSupervisor, change_lock: asyncio.Lock) -> RebalanceResult:
     """Rebalance the experts of a gang. For ``change_lock`` see ``drain_and_restart``.
 
-    Raises RankLost if the gang is not ready, and the failure of its next epoch if that ends early.
+    Raises RankLost if the gang is not ready, and the error of its next epoch if that fails to
+    start.
     """
     gang = supervisor.gang
     if gang.state != READY:

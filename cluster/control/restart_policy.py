@@ -16,7 +16,7 @@ class RestartHistory:
         has_served: Whether any epoch was ever ready.
         stable_at: Time at which the current epoch counts as stable; None before it is ready.
         num_failures: Epochs that ended since the last stable one, except for lack of capacity.
-        num_faults: Number of these that ended by a fault of the ranks themselves.
+        num_faults: Number of these that ended because of a fault of the ranks themselves.
     """
 
     has_served: bool = False
@@ -45,8 +45,9 @@ def decide_restart(
 ) -> RestartDecision:
     """Decide on the restart after an epoch that ended at ``now``.
 
-    Pauses grow with consecutive faults. External causes do not make them longer. Only two causes
-    are final: a mistake of the user, and a lack of capacity for a gang that never served.
+    Pauses grow with consecutive faults of the ranks. External causes do not make them longer. The
+    gang is not restarted after a mistake of the user, or if it has never served and there is no
+    capacity for it.
     """
     category = failed_epoch.category
     has_served = history.has_served

@@ -2,10 +2,11 @@
 
 
 class ClusterWeights:
-    """Digest of a cluster's weights, known from the ranks that hold them.
+    """Digest of the weights that all ranks of a cluster must hold.
 
-    The first rank that holds weights decides. If no such rank is left, the next one decides. After
-    all ranks have ended, a cluster therefore serves the weights that are then under its path.
+    The first rank that holds weights determines it, and it stays while any rank holds weights. Once
+    all ranks have ended, the next rank determines it again. A stopped cluster can therefore start
+    again with a changed checkpoint in the same folder.
     """
 
     def __init__(self) -> None:

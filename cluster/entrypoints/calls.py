@@ -32,14 +32,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     """Server interceptor that bounds calls and turns errors into statuses.
 
     A malformed message ends its call with INVALID_ARGUMENT and one line in the log. Without this,
-    grpc would report a server error and log a traceback. All streams except those of Generate count
-    as idle, because they cost a client nothing to keep open. ``on_error`` receives the code of each
-    failed call.
+    grpc would report a server error and log a traceback. Streams of all methods except Generate
+    count as idle. Their number is bounded, because a client can keep them open at no cost.
+    ``on_error`` receives the code of each failed call.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
-        # Idle streams of each connection, by the address of its client.
         self._on_error = on_error
+        # Number of idle streams of each connection, by the address of its client.
         self._idle = Counter[str]()
         self._uploads = Uploads()
 
@@ -63,8 +63,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     @asynccontextmanager
     async def _idle_permit(self, context: _Context) -> AsyncIterator[None]:
-        """Permit one more idle stream, for at most MAX_IDLE_STREAM_S. Aborts the call if there are
-        too many.
+        """Permit one more idle stream, for at most MAX_IDLE_STREAM_S.
+
+        Aborts the call if there are too many.
         """
         peer = context.peer()
         if self._idle[peer] >= MAX_IDLE_PER_CONNECTION or self._idle.total() >= MAX_IDLE_STREAMS:
@@ -84,7 +85,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 async def _report_errors(context: _Context, on_error: Callable[[str], None]) -> AsyncIterator[None]:
     """End a call with the status of its error, and pass the code to ``on_error``.
 
-    Nothing is reported if the client has gone, which a write may be the first to notice.
+    Nothing is reported if the client has disconnected. A failed write may be the first sign of
+    that.
     """
     try:
         yield
@@ -120,8 +122,10 @@ def _cardinality(is_stream: bool) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """Handler of one method. It takes a stream of raw bytes even if the method takes one message,
-    so that receiving that message can be bounded by ``uploads``.
+    """Handler of one method.
+
+    It takes a stream of raw bytes even if the method takes one message. ``uploads`` can therefore
+    bound how that message is received.
     """
 
     handler: _Handler
@@ -135,7 +139,7 @@ class _Call:
         async with permit(context), _report_errors(context, self.on_error):
             kinds = self.handler.request_streaming, self.handler.response_streaming
             method = getattr(self.handler, "_".join(map(_cardinality, kinds)))
-            # Keep the message in no variable: grpc may keep an error, and with it this frame.
+            # Store the message in no variable: grpc may keep an error, and with it this frame.
             answer = method(await self._read_message(received, context), context)
             if not inspect.isasyncgen(answer):
                 return await answer

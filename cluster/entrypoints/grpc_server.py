@@ -44,7 +44,7 @@ async def serve(admission: Admission) -> AsyncIterator[str]:
     Raises:
         ValueError: The address is unavailable.
     """
-    # No bound on the total number of calls: streams with an unread end would count too.
+    # No bound on the total number of calls: ended streams whose end is unread would count too.
     server = grpc.aio.server(
         interceptors=(CallInterceptor(lambda code: admission.on_error(code)),),
         options=(*_OPTIONS, *_size_options(admission.config)),

@@ -6,7 +6,10 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_HTTP_CONNECTIONS = 128
-"""Maximum number of open connections. One more closes the connection whose clock started first."""
+"""Maximum number of open connections.
+
+A further one closes the connection whose time limit ends first.
+"""
 MAX_EXCHANGE_S = 20.0
 """Seconds in which a connection must send a whole request and read the response."""
 

@@ -1,5 +1,6 @@
-"""Handlers of the HTTP port. They run in the gateway's loop, so a gateway that hangs fails its
-probes.
+"""Handlers of the HTTP port.
+
+They run in the gateway's asyncio loop, so the probes of a gateway that hangs fail.
 """
 
 from collections.abc import Iterator
@@ -37,18 +38,19 @@ class Probes(Collector):
         )
 
     async def livez(self, _: Request) -> Response:
-        """Answer 200 as long as the loop runs."""
+        """Answer 200 as long as the asyncio loop runs."""
         return PlainTextResponse("alive\n")
 
     async def readyz(self, _: Request) -> Response:
-        """Answer 200 if the server is serving, else 503. The same state as health over gRPC."""
+        """Answer 200 if the server is serving, else 503. gRPC health reports the same state."""
         if self._admission.is_serving():
             return PlainTextResponse("serving\n")
         return PlainTextResponse("not serving\n", 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Answer in the format that the scraper prefers, or in the oldest one if it accepts none of
-        ours.
+        """Answer with all metrics, in the format that the scraper prefers.
+
+        If it accepts no supported format, the oldest one is used.
         """
         try:
             encode, content_type = choose_encoder(",".join(request.headers.getlist("accept")))

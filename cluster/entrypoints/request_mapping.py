@@ -1,5 +1,6 @@
-"""Conversion of GenerateRequest to RawRequest. Unknown fields are refused; values are not
-checked.
+"""Conversion of GenerateRequest to RawRequest.
+
+Unknown fields are refused; values are not checked.
 """
 
 from typing import Any
@@ -54,8 +55,10 @@ def _sampling(message: pb.Sampling) -> SamplingParams:
 
 
 def _set_fields(message: Message, prefix: str) -> dict[str, Any]:
-    """Return the fields that are set, except lists. Fields without presence are unset if they are
-    0.
+    """Return the fields of ``message`` that are set, except lists, by name.
+
+    Fields without presence count as unset if they are 0. Raises ``ValueError`` for a field that
+    this server does not know.
     """
     if unknown := UnknownFieldSet(message):
         name = f"{prefix}field number {unknown[0].field_number}"

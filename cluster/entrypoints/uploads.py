@@ -1,7 +1,7 @@
 """Bounds on messages that are being received: their number, size and time.
 
-grpc buffers a message until it is complete. It does not receive a message that no call awaits: the
-HTTP/2 window then holds up the client.
+grpc buffers a message until it is complete. It receives no message that no call awaits: once the
+HTTP/2 window is full, the client cannot send.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ MAX_UPLOADS = 64
 UPLOAD_TIMEOUT_S = 10.0
 """Seconds in which a message must arrive completely."""
 CONTENDED_UPLOAD_TIMEOUT_S = 1.0
-"""The same timeout while other messages wait to be received."""
+"""Seconds in which a message must arrive completely while other messages wait to be received."""
 BASE_MESSAGE_BYTES = 1 << 20
 BYTES_PER_TOKEN = 24
-"""Allowed message bytes per token of the context.
+"""Allowed message bytes per token of the model's maximum length.
 
 A token id takes at most 5 bytes. English text and code take 3 to 5 bytes per token, and runs of
 white space many more.
@@ -38,7 +38,10 @@ def max_message_bytes(config: TandemConfig) -> int:
 
 
 class _UploadPermits:
-    """A number of permits to receive a message. Permits expire sooner while other messages wait."""
+    """Limited number of permits, each to receive one message.
+
+    Permits expire sooner while other messages wait.
+    """
 
     def __init__(self, num_permits: int) -> None:
         self._free = asyncio.Semaphore(num_permits)

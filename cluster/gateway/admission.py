@@ -61,7 +61,7 @@ class _Stream:
     closed: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def abort(self) -> None:
-        """Abort its answers, including those that have not started yet."""
+        """Abort the answers of the stream, including those that have not started yet."""
         self.is_aborted = True
         if self.answers is not None:
             self.answers.abort()
@@ -162,8 +162,9 @@ class Admission:
                 stream.watcher.on_end(request.sampling.n)
 
     async def abort(self, name: str) -> bool:
-        """Abort a request, even before its answers start. Return False if no request has
-        this id.
+        """Abort a request, even before its answers start.
+
+        Returns False if no request has this id.
         """
         if not name:
             raise ValueError("request_id='': name the request to abort")
@@ -185,8 +186,9 @@ class Admission:
         await self.end_streams()
 
     async def end_streams(self) -> None:
-        """End every open stream with ``Draining``, and wait STREAM_CLOSE_TIMEOUT_S for their
-        cleanup.
+        """End every open stream with ``Draining``.
+
+        Waits at most STREAM_CLOSE_TIMEOUT_S for their cleanup.
         """
         self._is_leaving = self._is_draining = True
         for stream in self._streams.values():
@@ -197,8 +199,8 @@ class Admission:
     def _check_capacity(self, gateway: "ClusterGateway", is_resumed: bool) -> None:
         """Raise ``Overloaded`` if the queue is full or too many streams are open.
 
-        If an open stream's client reads too slowly, that stream is ended to make space instead; its
-        client resumes it. Resumed answers may use a reserve.
+        If too many streams are open and a client reads its stream too slowly, that stream is ended
+        instead; its client can resume it. Resumed answers may use a reserve.
         """
         gateway.check_queue(1, is_resumed)
         num_reserved = self.config.decode.num_rows if is_resumed else 0

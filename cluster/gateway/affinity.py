@@ -13,8 +13,9 @@ MAX_RANKS = 8
 
 
 class PrefixAffinity:
-    """Bounded LRU map from prompt prefixes to prefill ranks. Owned by one gateway's asyncio
-    loop.
+    """Bounded LRU map from prompt prefixes to prefill ranks.
+
+    Owned by one gateway's asyncio loop.
     """
 
     def __init__(self, max_keys: int = MAX_KEYS) -> None:

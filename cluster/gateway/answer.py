@@ -20,7 +20,7 @@ class Answer:
     Text continues after the last complete character of ``request.output_ids``. Stop strings are
     detected here. Decode ranks already cut tokens at stop tokens and ``max_tokens``. Prefill ranks
     do not, so ``on_prefilled`` applies the same rule to the first token. If ``request.output_ids``
-    are a whole answer, it is finished from the start.
+    are already a whole answer, this answer is finished from the start.
 
     Attributes:
         index: Index of this answer among the n of the request.
@@ -75,8 +75,9 @@ class Answer:
         return self._delta(prefilled)
 
     def on_pulled(self, pulled: TransferStats) -> None:
-        """Record that the hand-over is complete. Its time is the part not overlapped with
-        prefill.
+        """Record that the KV hand-over is complete.
+
+        Its recorded duration is the time after prefill had ended.
         """
         if len(self.token_ids) == 1:
             transfer_ms = self.elapsed_ms() - self._timings.first_token
@@ -98,9 +99,7 @@ class Answer:
         return self._delta(update)
 
     def remaining_request(self) -> Request:
-        """Return a request for the rest of the answer, which continues after the tokens emitted so
-        far.
-        """
+        """Return a request that continues the answer after the tokens emitted so far."""
         output_ids = self.request.output_ids + tuple(self.token_ids)
         is_resumed = self.request.is_resumed or bool(self.token_ids)
         return replace(self.request, output_ids=output_ids, is_resumed=is_resumed)

@@ -36,8 +36,9 @@ _Items = TypeVar("_Items", bound=Collection[Any])
 
 
 class Bounds(NamedTuple):
-    """Minimum and maximum of a field, and the remedy for other values that the error
-    message gives.
+    """Minimum and maximum of a numeric field.
+
+    ``remedy`` is the part of the error message that says which values are valid.
     """
 
     low: float
@@ -51,8 +52,9 @@ class Bounds(NamedTuple):
 
 
 def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]:
-    """Return the bounds of every numeric field. They do not apply to fields left at their
-    default.
+    """Return the bounds of every numeric field.
+
+    They do not apply to fields left at their default.
     """
     max_tokens = raw_request.sampling.max_tokens
     default = _DEFAULT.sampling.max_tokens
@@ -148,7 +150,8 @@ def check_count(field: str, values: _Items, max_items: int = 0) -> _Items:
     """Return ``values`` without iterating over them.
 
     Raises:
-        ValueError: There are more than the field's entry in MAX_ITEMS, or else than ``max_items``.
+        ValueError: There are more values than MAX_ITEMS allows for the field, or than ``max_items``
+            if MAX_ITEMS has no entry for it.
     """
     if len(values) > (max_items := MAX_ITEMS.get(field, max_items)):
         refuse(f"len({field})", len(values), f"use at most {max_items}")
@@ -189,7 +192,10 @@ def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:
 
 
 def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
-    """Tokenise a prompt. Refuses texts that are too long for any tokenisation before tokenising."""
+    """Tokenise a prompt.
+
+    A text with too many bytes for any tokenisation is refused without tokenising it.
+    """
     if not text:
         refuse("text", "", "the prompt is empty; give some text")
     num_bytes = len(text.encode())
@@ -232,7 +238,9 @@ def _check_lists(raw_request: RawRequest, token: Bounds) -> None:
 def _with_stop_ids(
     sampling: SamplingParams, model: ModelInfo, tokenizer: "Tokenizer"
 ) -> SamplingParams:
-    """Add the ids of stop strings that are special tokens, because these have no text.
+    """Return ``sampling`` with more stop tokens: the stop strings that are special tokens.
+
+    Special tokens have no text, so text could not match these stop strings.
 
     Raises:
         ValueError: A stop string contains a special token, so the text could never match it.
@@ -252,8 +260,9 @@ def _with_stop_ids(
 
 
 def _check_min_tokens(request: Request, model: ModelInfo) -> None:
-    """Raise ``ValueError`` if every token would end the answer, and so is forbidden by
-    ``min_tokens``.
+    """Raise ``ValueError`` if ``min_tokens`` would forbid every token.
+
+    It forbids tokens that end the answer, which may be the whole vocabulary.
     """
     num_left = request.sampling.min_tokens - len(request.output_ids)
     stops = stop_ids(request.sampling, model.eos_token_ids)

@@ -1,6 +1,7 @@
-"""Prometheus metrics of the cluster, from membership and heartbeats. Collecting calls no rank.
+"""Prometheus metrics of the cluster, from membership and heartbeats.
 
-Every gateway exports the same metrics of a rank, so dashboards should aggregate ``max by (rank)``.
+No rank is called to collect them. Every gateway exports the same metrics of a rank, so dashboards
+should aggregate them with ``max by (rank)``.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,6 +1,7 @@
 """The ranks that a gateway uses, which always follow the latest membership.
 
-New ranks are warmed up before they get requests. Ranks found lost get none until they answer.
+New ranks are warmed up before they get requests. Ranks that were found lost get no requests until
+they answer.
 """
 
 import asyncio
@@ -54,8 +55,8 @@ class Fleet:
     Attributes:
         session: Nonce under which ranks hold resources for this gateway.
         ranks: Handles of the ready ranks, by epoch name.
-        fatal_steps: In-flight batches of recent rank deaths, as far as the controller has reported
-            them. Their answers may already run on other ranks.
+        fatal_steps: Sequences of recent steps that ended an epoch, as reported by the controller.
+            Their answers may already run on other ranks.
     """
 
     def __init__(
@@ -77,10 +78,10 @@ class Fleet:
         self._follower = asyncio.create_task(self._follow_membership(), name="membership")
 
     async def wait_until_warm(self) -> None:
-        """Wait until a pair of ranks is warm and each other pair was tried, or for
-        WARM_UP_TIMEOUT_S.
+        """Wait until at least one pair of ranks is warm and every other pair has been tried.
 
-        Also returns when no pair is left to warm up, because the ranks have left the cluster.
+        After WARM_UP_TIMEOUT_S, one warm pair is enough. Also returns when no pair is left to warm
+        up, because the ranks have left the cluster.
 
         Raises:
             ValueError: No pair of the present ranks can work together.
@@ -111,13 +112,16 @@ class Fleet:
         return [gang for gang in self.membership.gangs if gang.state not in (READY, DRAINING)]
 
     def usable_pairs(self) -> list[RankPair]:
-        """Return the warm pairs of ranks of which both get requests."""
+        """Return the warm pairs in which both ranks may get requests."""
         well = {rank for rank in self.ranks.values() if rank.liveness.is_well}
         warm = [pair.ranks for pair in self._warm_ups.values() if pair.is_warm]
         return [ranks for ranks in warm if well.issuperset(ranks)]
 
     def cold_pair_causes(self) -> dict[RankHandle, str]:
-        """Return why decode ranks get no requests from some prefill rank, by decode rank."""
+        """Return the decode ranks in pairs that are not warm, each with the reason.
+
+        If a decode rank is in several such pairs, the reason is that of the first pair.
+        """
         causes: dict[RankHandle, str] = {}
         for pair in self._warm_ups.values():
             if pair.cause:
@@ -125,19 +129,23 @@ class Fleet:
         return causes
 
     async def wait_for_pairs(self, timeout_s: float) -> list[RankPair]:
-        """Wait until there are ``usable_pairs``, and return them. Returns [] after
-        ``timeout_s``.
+        """Wait until there are ``usable_pairs``, and return them.
+
+        Returns [] if there are none after ``timeout_s`` seconds.
         """
         return await poll_until(self.usable_pairs, timeout_s, POLL_PERIOD_S)
 
     def is_cause_known(self, handle: RankHandle) -> bool:
-        """Whether the controller has reported why a rank died. True for ranks that are not lost."""
+        """Return whether the controller has reported why a rank died.
+
+        Returns True for ranks that are not lost.
+        """
         spec = handle.info.spec
         ends = [gang.epoch_end for gang in self.membership.gangs if gang.name == spec.gang]
         return not handle.liveness.is_out or all(end and end.epoch >= spec.epoch for end in ends)
 
     def mark_suspect(self, rank: RankHandle, error: Exception) -> None:
-        """Stop sending requests to ``rank``, to which a call failed, until it answers a call."""
+        """Stop sending requests to a rank after a failed call, until it answers another call."""
         if rank.liveness.apply_event(LivenessEvent.CALL_FAILED):
             self._report(rank, error)
             self._background.start(self._poll_suspect(rank))
@@ -154,7 +162,7 @@ class Fleet:
         self._members.report(rank.info.spec.gang, rank.info.spec.epoch, str(error))
 
     async def _follow_membership(self) -> None:
-        """Apply every membership. An error skips one of them, never later ones."""
+        """Apply every new membership. One that cannot be applied is skipped, later ones are not."""
         while True:
             try:
                 self._apply_membership(await self._members.wait_for_change(self.membership.version))
@@ -195,10 +203,10 @@ class Fleet:
                 self._warm_ups[p, d] = WarmUp((p, d), self._send_warm_up)
 
     def _without_other_model(self, gang: Gang) -> Gang:
-        """Return ``gang``, or mark it as lost if it serves another model.
+        """Return ``gang``, or mark it as lost if it serves another model than this gateway.
 
-        This gateway's tokenizer and limits are not that model's, and that model must not continue a
-        started answer.
+        This gateway's tokenizer and limits do not fit another model. Another model must not
+        continue a started answer either.
         """
         if not (other_digests := {info.model.digest for info in gang.members} - {self._digest}):
             return gang

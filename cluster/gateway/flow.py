@@ -37,7 +37,7 @@ async def run_request(
 ) -> None:
     """Serve ``request`` on one pair of ranks and emit its answer piece by piece.
 
-    Row, pages, lease and inbox are released on both ranks at the end, including after errors and
+    The row, pages, lease and inbox of the attempt are released at the end, also after errors and
     cancellation.
 
     Args:
@@ -148,8 +148,8 @@ async def _call(
 ) -> Reply:
     """Call a rank and decode its reply.
 
-    RankLost names the called rank. If the rank itself answered that it lost ``peer``, it names
-    ``peer``.
+    The ``rank`` attribute of a RankLost error names the lost rank. It is ``peer`` if the called
+    rank itself replied that it lost ``peer``, otherwise the called rank.
     """
     lost = rank
     try:

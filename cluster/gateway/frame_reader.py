@@ -27,8 +27,9 @@ OnLost = Callable[[RankHandle, Exception], None]
 async def follow_rank(
     rank: RankHandle, session: int, heartbeat_s: float, stall_timeout_s: float, on_lost: OnLost
 ) -> None:
-    """Send heartbeats to a rank and receive its frames until cancelled. Reconnects after every
-    loss.
+    """Send heartbeats to a rank and receive its frames until cancelled.
+
+    Reconnects after every loss.
 
     Args:
         rank: Rank to follow. Ranks without frames are polled by calls instead.
@@ -113,8 +114,9 @@ async def _read_frames(
 
 
 async def _send_heartbeats(rank: RankHandle, stream: FrameStream, heartbeat_s: float) -> None:
-    """Send heartbeats. Everything granted before a heartbeat is sent must be alive in its
-    answer.
+    """Send heartbeats until cancelled.
+
+    The answer to a heartbeat must list all sequences that were granted before it was sent.
     """
     while True:
         rank.on_heartbeat_sent()
@@ -123,8 +125,9 @@ async def _send_heartbeats(rank: RankHandle, stream: FrameStream, heartbeat_s: f
 
 
 async def _wait_until_due(rank: RankHandle, heartbeat_s: float) -> None:
-    """Wait until the next heartbeat is due: after ``heartbeat_s``, or earlier if a status
-    needs it.
+    """Wait until the next heartbeat is due.
+
+    This is after ``heartbeat_s`` seconds, or earlier if a GetStatus call needs a heartbeat.
     """
     await asyncio.sleep(min(heartbeat_s, MIN_HEARTBEAT_PERIOD_S))
     with suppress(TimeoutError):

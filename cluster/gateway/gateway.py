@@ -31,7 +31,10 @@ from tandem.text.tokenizer import TextStream, Tokenizer
 log = logging.getLogger(__name__)
 WARM_UP_TOKENS = 3
 SPARE_STREAMS = 64
-"""Open streams allowed beyond those that run or wait for a row: their clients are still reading."""
+"""Number of open streams allowed beyond the answers that run or wait for a row.
+
+These are ended answers whose clients are still reading.
+"""
 
 
 class ClusterGateway:
@@ -41,7 +44,7 @@ class ClusterGateway:
 
     Attributes:
         open_answers: Answer groups whose pieces are still being read.
-        migrations: Number of retries, by the name of the error that ended the attempt before.
+        migrations: Number of retries, by the name of the error that ended the previous attempt.
         model: Served model, the same in all ranks and epochs.
     """
 
@@ -58,7 +61,7 @@ class ClusterGateway:
 
     @property
     def max_streams(self) -> int:
-        """Maximum open streams: those that may have or wait for a row, and SPARE_STREAMS."""
+        """Maximum number of open streams: answers that have or await a row, plus SPARE_STREAMS."""
         return self._num_rows() + self.config.server.max_queued + SPARE_STREAMS
 
     def check_queue(self, num_answers: int, is_resumed: bool = False) -> None:
@@ -105,8 +108,9 @@ class ClusterGateway:
         return bool(self.fleet.usable_pairs())
 
     async def status(self, num_running: int) -> ServerStatus:
-        """Return the cluster's status. ``num_running`` is the number of the server's open
-        streams.
+        """Return the cluster's status.
+
+        ``num_running`` is the number of the server's open streams.
         """
         handles = list(self.fleet.ranks.values())
         ranks = await asyncio.gather(*(handle.status() for handle in handles))
@@ -129,8 +133,9 @@ class ClusterGateway:
         )
 
     async def _send_warm_up(self, pair: AttemptRoute) -> None:
-        """Run a tiny request on a pair of ranks. Raises ValueError if the ranks are
-        incompatible.
+        """Run a tiny request on a pair of ranks.
+
+        Raises ValueError if the ranks are incompatible.
         """
         check_fit(pair.prefill, pair.decode)
         sampling = SamplingParams(seed=0, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
@@ -149,9 +154,14 @@ class ClusterGateway:
         return sum(r.info.max_rows for r in self.fleet.of_kind(DECODE) if r.liveness.is_well)
 
     def _admit(self, answers: Sequence[Answer]) -> None:
-        """Refuse answers that no rank could hold, and those beyond the queue's bound.
+        """Raise an error for answers that do not fit into every rank or into the queue.
 
-        Answers must fit all ranks, also for prefill: otherwise they could not migrate.
+        An answer must fit into every prefill and decode rank, because it may migrate to any of
+        them.
+
+        Raises:
+            Overloaded: The queue is full.
+            ValueError: A rank has too few pages for an answer.
         """
         self.check_queue(len(answers), answers[0].request.is_resumed)
         infos = [handle.info for pair in self.fleet.usable_pairs() for handle in pair]
@@ -166,8 +176,9 @@ class ClusterGateway:
     async def _serve(self, answer: Answer, emit: Callable[[Piece], None]) -> None:
         """Run attempts at an answer until it is finished.
 
-        Lost ranks, failed hand-overs and failed steps are retried a few times; preemption does not
-        count. Resumed answers are also retried when the cluster is overloaded.
+        After a lost rank, a failed hand-over or a failed step, a few more attempts are made. After
+        a preemption there is always another one. Resumed answers are also retried when the cluster
+        is overloaded.
         """
         attempts = AttemptHistory(self.fleet)
         session = self.fleet.session

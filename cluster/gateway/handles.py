@@ -30,7 +30,8 @@ class LoadEstimate:
     Attributes:
         num_sent: Prompts that this gateway has ever sent to the rank.
         num_tokens: Tokens of this gateway's prompts that the rank has not computed yet.
-        num_other_tokens: The same for other gateways, as of the latest heartbeat.
+        num_other_tokens: Tokens of other gateways' prompts that the rank has not computed yet, as
+            of the latest heartbeat.
         num_other_rows: Sequences of other gateways, as of the latest heartbeat.
         num_free_tokens: Free cache in tokens, as of the latest heartbeat.
     """
@@ -103,8 +104,8 @@ class Inboxes:
             expected: Sequences that were granted when the heartbeat was sent.
 
         Returns:
-            Sequences that two consecutive heartbeats list but this gateway does not know. They are
-            to be aborted again.
+            Sequences that two consecutive heartbeats list but this gateway does not know. The
+            caller aborts them again.
         """
         alive_identities = dict.fromkeys(alive)
         for identity in [identity for identity in expected if identity not in alive_identities]:
@@ -193,7 +194,10 @@ class RankHandle:
         )
 
     async def is_reachable(self) -> bool:
-        """Whether the rank answers a call, which needs a turn of its engine thread."""
+        """Return whether the rank answers a call.
+
+        The call needs a turn of the rank's engine thread.
+        """
         try:
             await call_rank(
                 control=self.control,

@@ -11,8 +11,8 @@ LivenessPhase = Enum("LivenessPhase", "SILENT READY SUSPECT OUT")
 """Phases of a rank.
 
 SILENT: it has answered no heartbeat yet. READY: it answers heartbeats. SUSPECT: it answers
-heartbeats, but a call failed and none was answered since. OUT: it stopped answering, or its engine
-stalled.
+heartbeats, but a call failed and no later call was answered. OUT: it stopped answering, or its
+engine stalled.
 """
 LivenessEvent = Enum("LivenessEvent", "HEARTBEAT LOST CALL_FAILED CALL_ANSWERED")
 """Events of a rank.
@@ -26,8 +26,9 @@ _NEXT = {
     (LivenessPhase.READY, LivenessEvent.CALL_FAILED): LivenessPhase.SUSPECT,
     (LivenessPhase.SUSPECT, LivenessEvent.CALL_ANSWERED): LivenessPhase.READY,
 }
-"""Transitions. All other events leave the phase unchanged, except LOST, which always leads
-to OUT.
+"""Phases after an event, by phase and event.
+
+LOST always leads to OUT. All other events that are not listed leave the phase unchanged.
 """
 
 
@@ -59,7 +60,7 @@ class Liveness:
 
     @property
     def is_out(self) -> bool:
-        """Whether the rank was found lost."""
+        """Whether the rank was found lost, by a failed call or its heartbeats, and is not back."""
         return self.phase in (LivenessPhase.SUSPECT, LivenessPhase.OUT)
 
     @property
@@ -76,8 +77,9 @@ class Liveness:
         return self.is_out is not was_out
 
     def mark_lost(self, error: Exception) -> bool:
-        """Apply LOST and cancel everything that waits for the rank. Return whether ``is_out``
-        changed.
+        """Apply LOST and cancel everything that waits for the rank.
+
+        Returns whether ``is_out`` changed.
         """
         self._loss = error if isinstance(error, RankLost) else RankLost(f"{self._name}: {error!r}")
         while self._cancel_scopes:

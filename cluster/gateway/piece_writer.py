@@ -15,13 +15,14 @@ slower than the client.
 MAX_UNREAD_ANSWER_BYTES = 384 << 10
 """Maximum unread bytes of an answer. Their size in memory is about ten times larger."""
 STALLED_S = 1.0
-"""Lag in seconds above which a stream may be ended to make space for another."""
+"""Lag in seconds above which a stream may be ended to admit another one."""
 WritePiece = Callable[[Piece], Awaitable[None]]
 
 
 class PieceWriter:
-    """Writes the pieces of one stream and tracks its client's lag, of at most ``max_lag_s``
-    seconds.
+    """Writes the pieces of one stream and tracks how far its client lags.
+
+    A client may lag by at most ``max_lag_s`` seconds.
     """
 
     def __init__(self, max_lag_s: float) -> None:
@@ -31,7 +32,7 @@ class PieceWriter:
 
     @property
     def lag_s(self) -> float:
-        """Seconds that pieces have waited beyond the time that MIN_BYTES_PER_S allows."""
+        """Seconds that pieces have waited in excess of the time that MIN_BYTES_PER_S allows."""
         if self._waiting_since is None:
             return self._lag_s
         return self._lag_s + asyncio.get_running_loop().time() - self._waiting_since

@@ -2,8 +2,8 @@
 
 A client receives the proof with the first message of an answer and sends it back to resume it. The
 proof is a message authentication code, so gateways store nothing. It is valid for any number of
-resumes of the same request until it expires. A gateway has one open stream per request id, so a
-proof is good for one stream at a time at each gateway.
+resumes of the same request until it expires. A gateway has one open stream per request id, so each
+gateway serves at most one stream with a proof at a time.
 """
 
 import hmac
@@ -48,8 +48,9 @@ def _is_genuine(request: Request, proof: str, key: bytes, model_digest: str) -> 
 
 
 def _sign(request: Request, issued_at: int, key: bytes, model_digest: str) -> str:
-    """Return the proof for a request issued at a time. It does not depend on the output tokens so
-    far.
+    """Return the proof for a request that was issued at ``issued_at``, a Unix time in seconds.
+
+    It does not depend on the output tokens so far.
     """
     # Encoding 131,072 token ids with pydantic takes 15 ms, during which it holds the GIL.
     prompt = array("I", request.prompt_ids).tobytes()

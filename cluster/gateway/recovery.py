@@ -20,9 +20,15 @@ from tandem.core.membership import InFlightBatch
 from tandem.core.tasks import poll_until
 
 MAX_FAILURES = 4
-"""Maximum lost ranks, failed hand-overs and failed steps of an answer between two of its tokens."""
+"""Maximum number of failures of an answer between two of its tokens.
+
+Lost ranks, failed hand-overs and failed steps count.
+"""
 MAX_FATAL_STEPS = 3
-"""Number of fatal steps containing an answer after which it is not retried, at any progress."""
+"""Number of fatal steps that contained an answer after which it is not retried.
+
+A fatal step killed a rank. Progress of the answer does not reset the number.
+"""
 MAX_RETRY_PAUSE_S = 1.0
 CAUSE_TIMEOUT_S = 3.0
 """Seconds that a suspected answer waits for the cause of a rank's death before it is retried."""
@@ -83,7 +89,7 @@ class AttemptHistory:
     def is_suspect(self) -> bool:
         """Whether the answer may have been in a step that failed or killed its rank.
 
-        An answer that was on a rank when it died is suspected until the cause is known.
+        An answer is suspected after its rank has died, until the cause is known.
 
         Raises:
             PoisonRequest: The answer was alone in a fatal step that was not its first failure, or
@@ -116,8 +122,8 @@ class AttemptHistory:
     async def _mark_lost(self, error: RankLost, pair: AttemptRoute) -> None:
         """Stop using the lost rank.
 
-        If the answer was already suspected on a rank that died, wait for the cause: its steps were
-        isolated, so it may be to blame.
+        If the rank died while it held the suspected answer, wait for the cause, at most
+        CAUSE_TIMEOUT_S. The answer ran in steps of its own, so it may be the cause.
         """
         self.lost_attempts.add(pair.identity)
         for rank in dict.fromkeys((pair.prefill, pair.decode)):

@@ -9,7 +9,10 @@ FIRST_PAUSE_S = 0.1
 
 @dataclass(slots=True)
 class Retries:
-    """Consecutive failures of one operation. Pauses double up to ``max_pause_s``."""
+    """Consecutive failures of one operation, and the pauses after them.
+
+    Pauses double up to ``max_pause_s``.
+    """
 
     max_pause_s: float
     num_failures: int = 0

@@ -48,7 +48,7 @@ def choose_route(
 
 
 def check_fit(prefill: RankHandle, decode: RankHandle) -> None:
-    """Raise ValueError if the caches of two ranks, such as those for drafters, are incompatible."""
+    """Raise ValueError if the caches of two ranks, including those of drafters, do not match."""
     try:
         check_compatible(prefill.info.caches, decode.info.caches)
     except LayoutMismatch as error:

@@ -9,11 +9,14 @@ from typing import TypeVar
 from tandem.core.errors import Overloaded
 
 LONG_CHARS = 50_000
-"""Texts of more than this number of characters share a thread. Shorter ones never wait for them."""
+"""Number of characters above which a text is long.
+
+Long texts share one thread. Short texts have another one and never wait for long texts.
+"""
 MAX_CHARS = 16 << 20
 """Maximum characters of all texts that wait for a thread or are being tokenised by it."""
 TRIM_CHARS = 500_000
-"""Text length in characters from which memory is returned to the system immediately.
+"""Length in characters of a text after which freed memory is returned to the system at once.
 
 Tokenising takes about 100 bytes per character, which glibc would otherwise keep as fragments.
 """

@@ -5,8 +5,9 @@ import os
 MAX_MESSAGE_BYTES = 16 << 20
 """Maximum size of a message. A server may accept less (cluster/entrypoints/uploads.py)."""
 STREAM_KEY = "tandem-stream"
-"""Metadata key of Generate. Its value is a nonce that all attempts at one stream carry: a later
-attempt ends an earlier one under the same request id.
+"""Metadata key of Generate. Its value is a nonce that all attempts at one stream carry.
+
+A later attempt ends an earlier one with the same request id and nonce.
 """
 RETRY_AFTER_KEY = "retry-after-s"
 """Trailing metadata key of RESOURCE_EXHAUSTED: seconds to wait before a retry."""

@@ -1,5 +1,6 @@
-"""Conversion between dataclasses of ``core`` and protobuf messages, whose fields have equal
-names.
+"""Conversion between dataclasses of ``core`` and protobuf messages.
+
+Their fields have the same names.
 """
 
 from collections.abc import Callable
@@ -50,8 +51,9 @@ def piece_to_proto(piece: Piece, digest: str = "", proof: str = "") -> pb.Genera
 
 
 def piece_from_proto(response: pb.GenerateResponse) -> Piece:
-    """Convert a message of a stream to a piece. Raises ``ValueError`` if it holds no known
-    piece.
+    """Convert a message of a stream to a piece.
+
+    Raises ``ValueError`` if it holds no known piece.
     """
     kind = response.WhichOneof("piece")
     if kind == "delta":
