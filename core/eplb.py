@@ -132,7 +132,8 @@ def replicate_experts(counts_E: Sequence[int], num_slots: int) -> list[int]:
 def slot_loads(counts_E: Sequence[int], experts_S: Sequence[int]) -> list[int]:
     """Return the load of each slot, [S], with the rows of an expert spread evenly over its slots.
 
-    The unit is the fraction of a row for which every load is an integer, so that sums are exact.
+    The unit is a fraction of a row, chosen such that every load is an integer. Sums are therefore
+    exact.
     """
     copies = Counter(experts_S)
     fractions = lcm(*copies.values())

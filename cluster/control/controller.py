@@ -94,7 +94,7 @@ class Controller:
     async def membership(self, incarnation: int, counter: int, wait_s: float) -> bytes:
         """Return the packed Membership once its version is above (``incarnation``, ``counter``).
 
-        Returns it after ``wait_s`` seconds in any case.
+        After ``wait_s`` seconds the current one is returned, whatever its version.
         """
         await self.ensure_adopted()
         if incarnation > self._epochs.seen[0]:  # no rank survived, and the clock was set back

@@ -149,7 +149,7 @@ def describe_activity(state: RankState | None) -> str:
 
 
 def laggard(states: Sequence[RankState]) -> RankState:
-    """Return the rank that has come least far in lockstep, for which the others wait.
+    """Return the rank that is least advanced in lockstep, for which the others wait.
 
     A stalled rank takes precedence over an idle one at the same position.
     """

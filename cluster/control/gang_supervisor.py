@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class EpochCounter:
-    """Source of epoch numbers that no two epochs of any gang share.
+    """Source of epoch numbers. No two epochs of any gangs have the same number.
 
     ``seen`` is (incarnation of the controller, latest epoch). Both continue from the largest values
     that any rank has seen. An epoch number is at least the current time in milliseconds. A new
@@ -192,7 +192,7 @@ class GangSupervisor:
         now = time.monotonic()
         states = self.ranks.states
         self.ranks.states = {}
-        self.ranks.kill(over.lost_ranks)  # their logs and journals are complete then
+        self.ranks.kill(over.lost_ranks)  # afterwards their logs and journals are complete
         failed = [state for rank, state in states.items() if has_failed(state)]
         dead = [s for r, s in states.items() if r in over.lost_ranks or s in failed]
         async with asyncio.TaskGroup() as tasks:

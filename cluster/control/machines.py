@@ -44,7 +44,7 @@ DETACHED_OPTIONS = {"namespace": NAMESPACE, "lifetime": "detached", "max_concurr
 class RayRank:
     """A supervisor's handle of a rank's actor.
 
-    Calls raise RankLost if the actor is dead, and TimeoutError if Ray does not know yet.
+    Calls raise RankLost if the actor is dead, and TimeoutError if Ray cannot reach it at present.
     """
 
     def __init__(self, name: str, actor: Any) -> None:

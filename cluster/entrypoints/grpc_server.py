@@ -79,8 +79,8 @@ def _size_options(config: TandemConfig) -> list[tuple[str, int]]:
 def max_streams(config: TandemConfig) -> int:
     """Return the maximum number of open calls per connection.
 
-    All clients may share one proxy. The bound therefore exceeds the number of requests that the
-    cluster can hold, including its reserve for resumed answers.
+    All clients may share the connection of one proxy. The bound therefore exceeds the number of
+    requests that the cluster can hold, including its reserve for resumed answers.
     """
     return 2 * config.decode.num_rows + config.server.max_queued + SPARE_CALLS
 

@@ -16,7 +16,7 @@ _Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class InferenceServicer(rpc.InferenceServicer):
-    """gRPC service of ``admission``. Errors become statuses in calls.py."""
+    """gRPC service of ``admission``. cluster/entrypoints/calls.py turns errors into statuses."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission

@@ -77,7 +77,7 @@ class Answer:
     def on_pulled(self, pulled: TransferStats) -> None:
         """Record that the KV hand-over is complete.
 
-        Its recorded duration is the time after prefill had ended.
+        The recorded duration is the part of the hand-over after the end of prefill.
         """
         if len(self.token_ids) == 1:
             transfer_ms = self.elapsed_ms() - self._timings.first_token

@@ -243,7 +243,8 @@ def _with_stop_ids(
     Special tokens have no text, so text could not match these stop strings.
 
     Raises:
-        ValueError: A stop string contains a special token, so the text could never match it.
+        ValueError: A stop string contains a special token and other text, so the text could never
+            match it.
     """
     if not (sampling.stop and sampling.skip_special_tokens):
         return sampling

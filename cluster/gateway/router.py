@@ -18,10 +18,11 @@ def choose_route(
 ) -> RankPair:
     """Choose the pair of ranks for a request.
 
-    Decode ranks with enough free cache come first, then those with the fewest sequences. Next comes
-    the prefill rank with the fewest tokens to compute before this prompt is done. A cached prefix
-    therefore attracts requests only while it saves more work than the queue costs. Ties go to the
-    prefill rank that was sent the fewest prompts, then to the decode rank with the most free cache.
+    Pairs are compared by their decode rank first: it should have enough free cache and then the
+    fewest sequences. Next, the prefill rank should have the fewest tokens to compute before this
+    prompt is done. A cached prefix therefore attracts requests only while it saves more work than
+    the queue costs. Ties go to the prefill rank that was sent the fewest prompts, then to the
+    decode rank with the most free cache.
 
     Args:
         pairs: Usable pairs.
