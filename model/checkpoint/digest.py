@@ -42,7 +42,8 @@ def checkpoint_digest(
 def file_digest(file: BinaryIO) -> str:
     """Return a digest of the header and the sampled pages of a safetensors file.
 
-    The header states the file's size. Raises ValueError in the cases of ``header_of``.
+    The header states the file's size, so the digest covers it too. Raises ValueError as
+    ``header_of`` does.
     """
     header = header_of(file)
     start = file.tell()
@@ -63,6 +64,7 @@ def _pages(header: Header) -> list[tuple[int, int]]:
 
 
 def _middle(lo: int, hi: int) -> tuple[int, int]:
-    """Return offset and size of the middle page of a tensor between two offsets."""
+    """Return offset and size of the page in the middle of a tensor, which lies from ``lo`` to
+    ``hi``."""
     start = max(lo, (lo + hi - PAGE_BYTES) // 2)
     return start, max(0, min(PAGE_BYTES, hi - start))

@@ -15,8 +15,8 @@ _BY_TEXT = ("tokenizer_config.json", "special_tokens_map.json")
 def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
     """Return the end-of-sequence ids of config.json and generation_config.json.
 
-    If none of them is in the vocabulary, return the ids of the texts in tokenizer_config.json and
-    special_tokens_map.json.
+    If none of them is in the vocabulary, return the ids of the end-of-sequence texts in
+    tokenizer_config.json and special_tokens_map.json.
     """
     generation = read_json(folder / "generation_config.json")
     size = config.get("vocab_size")
@@ -28,7 +28,7 @@ def read_eos(folder: Path, config: dict[str, Any]) -> list[Any]:
 
 
 def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[Any]:
-    """Return the distinct ids in ``values``, each of which is an id, a list of ids or None.
+    """Return the distinct ids in ``values``. Each value is an id, a list of ids or None.
 
     Ids outside the vocabulary are dropped with a warning.
     """

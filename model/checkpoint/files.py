@@ -49,7 +49,8 @@ class CheckpointFiles(ExitStack):
         return name in self._file_of
 
     def digest(self, config: ModelConfig) -> str:
-        """Return the digest of the files that ``read`` uses. Raises ValueError for invalid ones."""
+        """Return the digest of the files that ``read`` uses. Raises ValueError if they are
+        invalid."""
         return checkpoint_digest(config, self._files, self._file_of)
 
     def path_of(self, name: str) -> Path:
@@ -69,7 +70,7 @@ class CheckpointFiles(ExitStack):
         file = self._file_of[name]
         try:
             if file not in self._open:
-                # Opened through its descriptor, because the path may point to another file since.
+                # Open through the descriptor, because the path may point to another file by now.
                 opened = safe_open(f"/proc/self/fd/{self._files[file].fileno()}", framework="pt")
                 self._open[file] = self.enter_context(opened)
             tensor = self._open[file].get_tensor(name)
@@ -83,7 +84,7 @@ class CheckpointFiles(ExitStack):
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Return the header of each file of the checkpoint in ``path``, with the indexed tensors only.
+    """Return the header of each file in ``path``, restricted to the tensors that the index lists.
 
     Without an index, the checkpoint must be a single file. Raises ValueError naming file and tensor
     if a file is missing, incomplete or inconsistent with the index.
@@ -111,7 +112,7 @@ def read_headers(path: Path) -> dict[str, Header]:
 
 
 def _single(path: Path) -> Path:
-    """Return the only weight file of the folder, under any name."""
+    """Return the only weight file of the folder, which may have any name."""
     files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files[:5]) or "no .safetensors file at all"

@@ -64,7 +64,8 @@ def upload(rows: Rows, device: torch.device) -> Rows:
 
 
 def download(rows: Rows) -> Rows:
-    """Copy all tensors to the host. The copy is valid after the device has executed it."""
+    """Start to copy all tensors to the host. The result is valid once the device has executed the
+    copies."""
     return map_tensors(_to_host, rows)
 
 

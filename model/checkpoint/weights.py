@@ -1,8 +1,9 @@
 """Loads checkpoint tensors into modules that were built on the meta device.
 
-Besides the weights, only one tensor is in memory at a time. Parameters have the names of the
-checkpoint, without a prefix if the module is a part of the model. Routed experts are the exception:
-each is a slice of a fused parameter. Experts of other ranks are not read.
+Tensors are read one by one, so that loading needs little memory besides the weights. Parameters
+have the names of the checkpoint's tensors. If the module is only a part of the model, its names
+lack a prefix. Routed experts are the exception: each is a slice of a fused parameter. Experts of
+other ranks are not read.
 """
 
 import logging
@@ -40,8 +41,8 @@ class Checkpoint:
         dtype: Dtype of parameters.
         device: Device of parameters.
         keep_fp8: FP8 matrices stay FP8 where the kernels can read them.
-        may_draft: False on prefill ranks. They only write cache entries of MTP layers, for which
-            they need no experts.
+        may_draft: Whether the rank drafts. Prefill ranks do not: they only write the cache entries
+            of MTP layers, for which they need no experts.
         ignored_keys: ``model.ignore_config_keys``.
     """
 
@@ -60,10 +61,10 @@ def mtp_prefix(config: ModelConfig, number: int) -> str:
 
 
 def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
-    """Return the number of MTP layers in the checkpoint's files: all that config.json states, or 0.
+    """Return the number of MTP layers in the files: as in config.json, or 0.
 
-    Re-quantised copies often lack the layers while config.json still has their number. Raises
-    ValueError if only some of them are missing.
+    Re-quantised copies often lack the layers although their config.json still states the number.
+    Raises ValueError if only some of them are missing.
     """
     promised = config.num_nextn_predict_layers
     names = [f"{mtp_prefix(config, number)}eh_proj.weight" for number in range(promised)]
@@ -95,7 +96,7 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
 
 
 def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole: bool) -> None:
-    """Load an MTP layer, without its copies of embedding and head.
+    """Load MTP layer ``number``, without its copies of the main model's embedding and head.
 
     Unless ``is_whole``, the layer's MLP is deleted and its experts are not read. Raises ValueError
     in the cases of ``load_weights``.
@@ -118,9 +119,10 @@ def load_weights(
 ) -> None:
     """Load every parameter and buffer of ``module`` from the tensors ``names``.
 
-    The names in the module lack ``prefix``. Parameters get ``checkpoint.dtype``; buffers (the
-    routing bias) keep their dtype. Raises ValueError if a tensor is missing, unknown, unreadable or
-    of the wrong shape; the message names tensor, file and both shapes.
+    A tensor's name is ``prefix`` followed by its name in the module. Parameters get
+    ``checkpoint.dtype``; buffers (the routing bias) keep their dtype. Raises ValueError if a tensor
+    is missing, unknown, unreadable or of the wrong shape; the message names tensor, file and both
+    shapes.
     """
     files = checkpoint.files
     config = checkpoint.config
@@ -155,8 +157,8 @@ def load_weights(
 def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
     """Make matrices that are FP8 in the checkpoint stay FP8. Must be called before loading.
 
-    Layers without ``may_keep_fp8`` are skipped. The routed experts of a layer stay FP8 if any of
-    them is.
+    Layers without ``may_keep_fp8`` are skipped. All routed experts of a layer stay FP8 if any of
+    them is FP8 in the checkpoint.
     """
     for name, part in module.named_modules():
         if isinstance(part, Experts):
@@ -168,9 +170,10 @@ def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
 
 
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the checkpoint's name and the slice of ``tensor`` for each tensor that fills it.
+    """Yield each part of ``tensor`` that one tensor of the checkpoint fills, after that tensor's
+    name.
 
-    A fused parameter of experts has several. Replicas of an expert yield the same name again.
+    A fused parameter of experts has several parts. Replicas of an expert have the same name.
     """
     owner, _, leaf = name.rpartition(".")
     path, _, fused = owner.rpartition(".")
@@ -185,7 +188,7 @@ def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str,
 
 
 def _is_elsewhere(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor belongs to a routed expert, which another rank may hold."""
+    """Return whether a tensor belongs to a routed expert. Another rank may hold this expert."""
     match = _EXPERT.search(name)
     return match is not None and int(match[1]) < config.n_routed_experts
 
@@ -234,7 +237,8 @@ def _dequantised(
 
 
 def _materialise(module: nn.Module, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Allocate parameters and buffers that are on the meta device, and return them by name."""
+    """Allocate memory for the parameters and buffers on the meta device, and return these by
+    name."""
     slots = {}
     for name, meta in [*module.named_parameters(), *module.named_buffers()]:
         if meta.is_meta:

@@ -18,8 +18,8 @@ NGRAM = "ngram"
 MERGED_PREFIX = f"{NGRAM}+"
 NOT_MERGEABLE = (NGRAM, "self")
 Loader = Callable[[Checkpoint, DeepseekV3, SpeculationConfig], Drafter]
-"""Creates a drafter from a checkpoint, its loaded main model and the speculation settings. The
-drafter may share the main model's embedding and head."""
+"""Function that creates a drafter from a checkpoint, its loaded main model and the speculation
+settings. The drafter may share the main model's embedding and head."""
 CHAIN_DRAFTERS = {
     MTP: "tandem.model.drafters.mtp:MtpDrafter",
     "medusa": "tandem.model.drafters.medusa:MedusaDrafter",
@@ -36,20 +36,20 @@ TREE_DRAFTERS = CHAIN_DRAFTERS | {
     "draft_model": "tandem.model.drafters.draft_model:ModelTreeDrafter",
 }
 MULTI_LAYER_DRAFTERS = CHAIN_DRAFTERS | {MTP: "tandem.model.drafters.mtp_vanilla:VanillaDrafter"}
-"""Drafters by name, as ``module:Class``: for chains, for trees, and for chains with two or more MTP
-layers."""
+"""CHAIN_DRAFTERS, TREE_DRAFTERS and MULTI_LAYER_DRAFTERS map a drafter's name to its
+``module:Class``. The last one is for chains if two or more MTP layers are used."""
 
 
 def create_drafter(
     spec_config: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3
 ) -> Drafter:
-    """Create the drafter named by ``speculation.drafter``; auto is MTP if the checkpoint has it,
-    else none.
+    """Create the drafter that ``speculation.drafter`` names. The name auto stands for MTP if the
+    checkpoint has an MTP layer, otherwise for none.
 
     Raises:
         ValueError: The name is unknown, the class cannot be imported, or the drafter's weights are
-            unusable. Also for MTP on a checkpoint without an MTP layer, and for trees with a
-            drafter of chains.
+            missing or unusable. Also if trees are configured for a drafter that supports only
+            chains.
     """
     num_layers = num_mtp_layers(checkpoint.files, checkpoint.config)
     name = spec_config.drafter if spec_config.max_depth else NONE
@@ -81,7 +81,8 @@ def create_drafter(
 def _create_merged(
     spec_config: SpeculationConfig, checkpoint: Checkpoint, network: DeepseekV3
 ) -> MergedDrafter:
-    """Create a drafter that merges the chains of n-grams and of one other drafter."""
+    """Create a drafter that merges the draft chains of the n-gram drafter and of another
+    drafter."""
     other = spec_config.drafter.removeprefix(MERGED_PREFIX)
     may = ", ".join(
         f"{MERGED_PREFIX}{name}" for name in CHAIN_DRAFTERS if name not in NOT_MERGEABLE
@@ -105,8 +106,8 @@ def _create_merged(
 def _load(path: str) -> Loader:
     """Return the function that creates the drafter at ``path``.
 
-    A class that is no ``Drafter`` but has ``draft`` becomes a ``UserDrafter``. Whatever the import
-    of its module raises becomes a ValueError.
+    A class that is not a ``Drafter`` but has a method ``draft`` is wrapped in a ``UserDrafter``.
+    Raises ValueError if the class cannot be imported.
     """
     module, _, name = path.partition(":")
     try:

@@ -21,7 +21,7 @@ from tandem.model.network.tree import Tree
 from tandem.model.sampling.ranking import TopCandidates
 
 UNKNOWN_TOKEN = -1
-"""Placeholder for a token after a segment that does not exist yet."""
+"""Placeholder for a token that follows a segment but is not known yet."""
 DrafterState = Any
 """State that a drafter keeps per row: a dataclass of tensors whose first axis is the row, or
 None."""
@@ -78,7 +78,7 @@ class Drafts(NamedTuple):
 
     Attributes:
         tokens_BN: Draft tokens: a chain, or the nodes of a tree with parents before children.
-        num_B: Number of valid drafts per row, the first ones. None if all N are valid.
+        num_B: Number of valid drafts per row; they come first. None if all N are valid.
         q_BNV: Distribution that each draft was sampled from. In a tree, siblings are sampled
             without replacement in node order. None for drafts chosen deterministically.
         parents_BN: Parent node of each draft if the tree is built per step, None if the
@@ -107,8 +107,8 @@ class Emitted:
 
 
 class NoCatchUp:
-    """Catch-up policy of a drafter that keeps no state between steps, so that a step without drafts
-    can leave it out."""
+    """Catch-up policy of a drafter that keeps no state between steps. It never has a backlog, so a
+    step without drafts can leave it out."""
 
     initial_backlog = 0
 
@@ -137,8 +137,8 @@ class Drafter(Protocol):
         runs_on_host: ``draft`` is Python code that runs before each step's program.
         uses_collectives: ``draft`` issues collectives, so all ranks that step together must call it
             together.
-        num_features: Number of features needed per token: the main model's last hidden state, or
-            the inputs of the layers in ``taps``. 0: no features.
+        num_features: Number of feature values that the drafter needs per token; 0 if none. Features
+            are the main model's last hidden state, or the inputs of the layers in ``taps``.
         taps: Layers of the main model whose inputs are the features; (): the last hidden state.
         num_feature_tokens: Number of trailing prompt tokens whose features are handed over to the
             decode rank.
@@ -215,18 +215,20 @@ class Drafter(Protocol):
     def create_table(self, num_rows: int, num_tokens: int, device: torch.device) -> DrafterTable:
         """Allocate the table for ``num_rows`` rows of at most ``num_tokens`` tokens.
 
-        Its contents must depend on the texts alone, so that sequences can migrate and restart.
+        The table's contents must depend only on the texts of its rows, so that sequences can
+        migrate and restart.
         """
         return None
 
     def register_row(self, table: DrafterTable, row: int, token_ids: Sequence[int]) -> None:
-        """Enter the text of a sequence that starts in ``row``."""
+        """Store the text of a sequence that starts in ``row``."""
         return
 
     def update_table(
         self, table: DrafterTable, rows_B: Tensor, num_known_B: Tensor, emitted: Emitted
     ) -> None:
-        """Add the tokens that a step emitted. ``num_known_B`` counts them already."""
+        """Add the tokens that a step emitted to the table. ``num_known_B`` already includes
+        them."""
         return
 
     def draft(
@@ -237,8 +239,8 @@ class Drafter(Protocol):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        """Propose drafts of ``draft_shape``, which may have no nodes, and catch up by
-        ``catch_up_width``.
+        """Propose drafts of ``draft_shape``, or none if the shape has no nodes. Also process
+        backlog, up to ``catch_up_width`` (core/execution.py).
 
         Must not modify ``state``.
         """

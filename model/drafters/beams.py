@@ -21,12 +21,12 @@ class Candidates(NamedTuple):
 
     Attributes:
         tokens_BC: Candidate tokens.
-        parents_BC: Number of the candidate that each one follows.
+        parents_BC: Candidate number of each candidate's parent.
         log_probs_BC: Log probability of the path that ends with each candidate.
         scores_BC: Score of each candidate's position (model/sampling/ranking.py), at most that of
             its parent.
-        q_BKV: Distribution that the candidates after each node were sampled from. None if none
-            were.
+        q_BKV: Distribution that the candidates after each node were sampled from. None if no
+            candidate was sampled.
     """
 
     tokens_BC: Tensor
@@ -73,7 +73,8 @@ def root_beam(hidden_BD: Tensor) -> Beam:
 
 
 def expand_beam(beam: Beam, top: TopCandidates) -> Candidates:
-    """Return the candidates after each node. No candidate scores higher than its parent."""
+    """Return the candidates after each node of the beam. No candidate scores higher than its
+    parent."""
     parents_BKR = beam.numbers_BK.unsqueeze(2).expand_as(top.tokens_BQK)
     log_probs_BK1 = beam.log_probs_BK.unsqueeze(2)
     scores_BK1 = beam.scores_BK.unsqueeze(2)
@@ -113,8 +114,8 @@ def next_beam(beam: Beam, candidates: Sequence[Candidates]) -> Beam:
 def select_tree(candidates: Sequence[Candidates], num_nodes: int) -> Drafts:
     """Return the ``num_nodes`` best candidates as a tree.
 
-    Parents come before children: no candidate scores higher than its parent, which was found
-    earlier.
+    Parents come before children, because no candidate scores higher than its parent, and equal
+    scores keep the order in which they were found.
     """
     tokens_BC, parents_BC, scores_BC = (
         torch.cat([getattr(level, name) for level in candidates], 1)

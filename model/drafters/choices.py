@@ -1,4 +1,4 @@
-"""Static trees as the paths of their nodes, in plain Python.
+"""Static draft trees of Medusa, given by the path to each node.
 
 Path (0, 2) is the third most likely token of the second head, after the most likely token of the
 first head.
@@ -18,7 +18,7 @@ _PATHS = TypeAdapter(list[Annotated[tuple[_Rank, ...], Field(min_length=1)]])
 
 
 def read_choices(file: Path) -> tuple[Choice, ...]:
-    """Read the paths of a JSON file with a list of lists, each path after its prefix.
+    """Read paths from a JSON file with a list of lists. Each path comes after its prefixes.
 
     Raises ValueError naming file, path and remedy.
     """
@@ -36,7 +36,7 @@ def read_choices(file: Path) -> tuple[Choice, ...]:
 
 
 def with_prefixes(choices: Sequence[Choice]) -> tuple[Choice, ...]:
-    """Return each path once, in the given order, but every prefix before the paths that extend it.
+    """Return each path once, in the given order, except that prefixes come before longer paths.
 
     Raises ValueError for a path whose prefix is missing.
     """
@@ -57,7 +57,7 @@ def parents_of(choices: Iterable[Choice]) -> tuple[int, ...]:
 
 
 def sibling_orders(choices: Iterable[Choice]) -> list[int]:
-    """Return the number of siblings that come before each path."""
+    """Return, for each path, the number of its siblings that come before it."""
     num_children: Counter[Choice] = Counter()
     orders = []
     for path in choices:

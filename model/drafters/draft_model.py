@@ -1,4 +1,4 @@
-"""A second, smaller model of the same family as a drafter (Leviathan et al., arXiv 2211.17192).
+"""A drafter that is a smaller model of the same family (Leviathan et al., arXiv 2211.17192).
 
 It has its own cache and needs nothing of the main model except its tokens.
 
@@ -38,10 +38,10 @@ _IGNORED_SECTIONS = "truncation", "padding"
 
 
 class ModelDrafter(MtpDrafter):
-    """A draft model with the passes and rows of ``MtpDrafter``.
+    """A draft model that runs in the passes of ``MtpDrafter`` and keeps the same state per row.
 
-    A cache entry depends on no later token, and pass 1 runs all layers. Every rank holds all
-    experts of the draft model, so drafting needs no collectives.
+    Unlike in MTP, a cache entry depends on no later token, and pass 1 runs all layers. Every rank
+    holds all experts of the draft model, so drafting needs no collectives.
     """
 
     group = name = NAME
@@ -81,7 +81,8 @@ class ModelDrafter(MtpDrafter):
         return cls(model, f"{NAME} {files_digest(path / 'config.json', *weights)}")
 
     def process_weights_after_loading(self, kernels: Kernels) -> None:
-        """Raises ValueError for a model that these do not compute."""
+        """Prepare the weights for ``kernels``. Raises ValueError if these do not support the
+        model."""
         try:
             check_widths(self._network.config, kernels.dim_multiple)
         except ValueError as error:
@@ -94,8 +95,8 @@ class ModelDrafter(MtpDrafter):
     def init_state(
         self, text: Sequence[int], features_F: Tensor, has_features: bool, max_depth: int
     ) -> MtpRows:
-        """Create the state of one row. Every prompt token has its entry, because entries do not
-        depend on the main model's features."""
+        """Create the state of one row. Features are ignored: the draft model's cache entries do not
+        depend on them, so every prompt token already has its entry."""
         return super().init_state(
             text=text, features_F=features_F, has_features=True, max_depth=max_depth
         )
@@ -106,7 +107,8 @@ class ModelDrafter(MtpDrafter):
     def forward(
         self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
-        """Return the hidden states [X, D] before the head. ``hidden_XD`` is ignored."""
+        """Return the hidden states [X, D] that the output matrix reads. ``hidden_XD`` is
+        ignored."""
         hidden_BQD: Tensor = self._network(batch, {MAIN: caches[NAME]})
         return hidden_BQD.flatten(0, 1)
 
@@ -133,11 +135,11 @@ class ModelDrafter(MtpDrafter):
 
 
 class ModelTreeDrafter(MtpTreeDrafter, ModelDrafter):
-    """Draft trees from a beam over the draft model's predictions."""
+    """A draft model that drafts trees, by beam search over its predictions."""
 
     def draft_shapes(self, max_depth: int) -> DraftShapes:
-        """Return the shapes of ``MtpTreeDrafter`` with one more slot: entries lie one slot further
-        than those of MTP."""
+        """Return the shapes of ``MtpTreeDrafter`` with one more draft slot, because a token's entry
+        lies one slot later than in MTP."""
         found = super().draft_shapes(max_depth)
         return tuple(replace(shape, num_draft_slots=shape.num_draft_slots + 1) for shape in found)
 

@@ -1,5 +1,5 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 as drafters: chains, or trees from a beam with
-``max_tree_nodes``."""
+"""EAGLE-1, EAGLE-2 and EAGLE-3 as drafters of chains, or of trees if ``speculation.max_tree_nodes``
+is set."""
 
 import re
 from pathlib import Path
@@ -28,8 +28,8 @@ _OUTPUT_PREFIXES = "midlayer.mlp.", "lm_head."
 
 
 class EagleDrafter(MtpDrafter):
-    """An EAGLE head with the passes and rows of ``MtpDrafter``. Each row pairs a token with the
-    features of the token before it."""
+    """An EAGLE head that runs in the passes of ``MtpDrafter`` and keeps the same state per row.
+    Each row of a pass pairs a token with the features of the token before it."""
 
     group = name = EAGLE
     layer_class: type[EagleLayer] = EagleLayer
@@ -98,28 +98,28 @@ class EagleDrafter(MtpDrafter):
 
 
 class Eagle3Drafter(EagleDrafter):
-    """EAGLE-3 (arXiv 2503.01840), chains."""
+    """An EAGLE-3 head (arXiv 2503.01840) that drafts chains."""
 
     name = "eagle3"
     layer_class = Eagle3Layer
 
 
 class EagleTreeDrafter(MtpTreeDrafter, EagleDrafter):
-    """EAGLE-2 (arXiv 2406.16858): trees from an EAGLE-1 head."""
+    """An EAGLE-1 head that drafts trees, which is EAGLE-2 (arXiv 2406.16858)."""
 
 
 class Eagle3TreeDrafter(MtpTreeDrafter, Eagle3Drafter):
-    """EAGLE-3 heads with the trees of EAGLE-2."""
+    """An EAGLE-3 head that drafts trees as EAGLE-2 does."""
 
 
 def logit_columns(
     file: Path, d2t_U: Tensor | None, t2d_V: Tensor | None, raw_config: RawEagleConfig
 ) -> Tensor:
-    """Return the index of each token's logit among the head's U outputs; U if the head lacks the
-    token.
+    """Return, for each token of the vocabulary, its index among the head's U outputs. The index is
+    U for tokens that the head cannot predict.
 
-    ``d2t_U[u]`` is the token of output u minus u, and ``t2d_V`` is True for tokens with an output.
-    Raises ValueError if ``d2t_U`` has the wrong length, names a token outside the vocabulary or
+    Output i predicts token ``i + d2t_U[i]``. ``t2d_V`` is True for tokens with an output. Raises
+    ValueError if ``d2t_U`` has the wrong length, names a token outside the vocabulary or
     contradicts ``t2d_V``.
     """
     num = 0 if d2t_U is None else len(d2t_U)
@@ -142,6 +142,6 @@ def logit_columns(
 
 
 def _author_name(name: str) -> str:
-    """Return the name that EAGLE-3's authors give a tensor."""
+    """Translate a tensor's name to the name that the authors of EAGLE-3 use."""
     name = _LAYER.sub(lambda match: "midlayer." if match[2] else "", name)
     return name.replace("fc.bias", "fc_bias")

@@ -1,5 +1,5 @@
-"""The config.json of an EAGLE head, as written by the authors, SpecForge or speculators. It is
-completed from the config of the main model."""
+"""The config.json of an EAGLE head, as written by the authors, SpecForge or speculators. Values
+that it lacks come from the main model's config."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ _ONLY_VALUES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "use_aux_hidden_state": True,
 }
-"""The one implemented value of each of these keys."""
+"""Keys for which only one value is implemented, and that value."""
 _HARMLESS = (
     # Redundant, because the tensor names already determine them:
     # https://github.com/SafeAILab/EAGLE/tree/main/eagle/train
@@ -43,7 +43,7 @@ _HARMLESS = (
     # Only used together with use_sliding_window: sgl-project/SpecForge, configs.
     "max_window_layers",
 )
-"""Keys that change nothing in a head, in addition to those of checkpoints."""
+"""Keys that do not affect what a head computes, in addition to ``HARMLESS`` of config_keys.py."""
 
 
 class RawEagleConfig(BaseModel):
@@ -113,11 +113,12 @@ def read_config(
     Args:
         folder: Folder of the head.
         main: Folder of the main model's checkpoint.
-        has_taps: Whether the features are inputs of several layers (EAGLE-3).
+        has_taps: Whether the features are the inputs of several main-model layers (EAGLE-3).
         ignored: Keys to ignore, ``model.ignore_config_keys``.
 
     Raises:
-        ValueError: Naming file, key, value and remedy.
+        ValueError: A value is wrong or not implemented, or a key is unknown. The message names
+            file, key and value.
     """
     file = folder / CONFIG
     main_config = read_json(main / CONFIG)
@@ -188,8 +189,9 @@ def _check(file: Path, raw_config: RawEagleConfig, main_config: dict[str, Any]) 
 
 
 def _known_keys() -> set[str]:
-    """Return the keys that a head's config.json may have. These are keys that are read or harmless,
-    and those of checkpoints: a head's tensors must match the MLA and experts that they describe."""
+    """Return the keys that a head's config.json may have: those read here, harmless ones, and those
+    of checkpoints. The latter need no check of their own, because a head whose tensors do not fit
+    is refused."""
     of_checkpoint = {key for key in USED_KEYS if not key.startswith(QUANTIZATION)}
     return of_checkpoint.union(
         RawEagleConfig.model_fields, _NESTED_SECTIONS, _ONLY_VALUES, _HARMLESS

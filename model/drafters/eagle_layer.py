@@ -103,15 +103,15 @@ class EagleLayer(nn.Module):
     feature.
 
     Attributes:
-        embed_tokens: The head's own embedding; None: the main model's.
-        lm_head: The head's own output matrix; None: the main model's.
+        embed_tokens: The head's own embedding. None: the main model's is used.
+        lm_head: The head's own output matrix. None: the main model's is used.
         column_V: Index of each token's logit among the U outputs of ``lm_head``. U for tokens
             outside the draft vocabulary. None if both vocabularies are the same.
     """
 
     input_width_factor, has_norms = 1, False
-    """Width of the attention's input, in hidden sizes, and whether ``MidLayer`` has EAGLE-3's
-    norms."""
+    """Width of the attention's input divided by the hidden size, and whether ``MidLayer`` has the
+    two additional norms of EAGLE-3."""
 
     def __init__(self, config: EagleConfig, tensor_names: set[str]) -> None:
         """Create the parameters; ``tensor_names`` are the tensors in the head's file."""
@@ -145,8 +145,8 @@ class EagleLayer(nn.Module):
         )
 
     def predict(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> Tensor:
-        """Return the hidden state [X, D] that predicts the next token and stands for its
-        feature."""
+        """Return the hidden state [X, D] that predicts the next token. Later passes use it in place
+        of the main model's features."""
         hidden_XD: Tensor = self.midlayer(*self.attention_inputs(z_XD), batch, cache, angles)
         return hidden_XD
 
@@ -160,8 +160,8 @@ class EagleLayer(nn.Module):
 
 
 class Eagle3Layer(EagleLayer):
-    """The EAGLE-3 layer: fc reduces the features of several layers to one. The layer's own output
-    is fed back without fc."""
+    """The EAGLE-3 layer: fc reduces the features of several layers to one. In later passes, the
+    layer's own output takes the place of that feature, without fc."""
 
     input_width_factor, has_norms = 2, True
 

@@ -14,7 +14,8 @@ from tandem.model.checkpoint.weights import Checkpoint
 
 
 def find_file(folder: Path, names: Sequence[str]) -> Path:
-    """Return the first of the files ``names`` that exists. Raises ValueError if none does."""
+    """Return the first of the files ``names`` that ``folder`` has. Raises ValueError if it has
+    none."""
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(
@@ -24,7 +25,8 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file without executing code in it. Raises ValueError if that fails."""
+    """Read the tensors of a file without executing code from it. Raises ValueError if that
+    fails."""
     try:
         if file.suffix != ".safetensors":
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -78,10 +80,11 @@ def load_parameters(
 ) -> None:
     """Fill all parameters of ``module`` from ``tensors``, each of which must be used.
 
-    Raises ValueError naming file, tensor and remedy.
+    Raises ValueError, naming file and tensor, if a tensor is missing, unknown or of the wrong
+    shape.
     """
     parameters = {
-        # Copy, because a memory-mapped tensor would change, or crash this process, with the file.
+        # Copy, because changing the file would change a memory-mapped tensor or crash the process.
         name: pop_tensor(file, tensors, name, *meta.shape).to(
             checkpoint.device, checkpoint.dtype, copy=True
         )

@@ -52,9 +52,10 @@ class MedusaDrafter(Drafter):
         self._device = device
         self.num_features = size
         self._candidate_slots: dict[DraftShape, tuple[int, Tensor]] = {}
-        """For each draft shape, the candidates per head K and the indices [2, N] of its drafts
-        among [H, K]. Row 0 has the ranks of the choices. Row 1, for sampled candidates, leaves no
-        gaps between siblings."""
+        """For each draft shape: the number K of candidates per head, and indices [2, N] of the
+        shape's drafts among the H * K candidates. Row 0 is for candidates in order of likelihood
+        and uses the ranks in the paths. Row 1 is for sampled candidates, of which siblings take the
+        first ones."""
 
     @classmethod
     def load(

@@ -52,8 +52,8 @@ def loaded_linear(weight: Tensor) -> Linear:
 def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[MedusaHead]:
     """Read all heads of a folder, in the checkpoint's dtype and on its device.
 
-    On ranks that never draft, only the shapes are kept. Raises ValueError naming file, tensor and
-    remedy if heads are missing or do not fit this model.
+    On ranks that never draft, the heads have shapes but no values. Raises ValueError naming file,
+    tensor and remedy if heads are missing or do not fit this model.
     """
     file = find_file(folder, FILES)
     tensors = {_author_name(name): tensor for name, tensor in read_tensors(file).items()}
@@ -85,7 +85,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
 def _author_name(name: str) -> str:
     """Translate vLLM's name of a tensor to the authors' name.
 
-    Output matrices become ``i.weight``: vLLM's name lacks the number of blocks that the authors'
-    has.
+    The output matrix of head i becomes ``i.weight``. The authors' name also contains the number of
+    blocks, which vLLM's name lacks.
     """
     return _HEAD.sub(r"\1.weight", _BLOCK.sub(r"\1.\2.linear.\3", name))
