@@ -39,7 +39,7 @@ class LoadedModel:
 
     Attributes:
         max_model_len: Maximum number of tokens of a prompt and its answer.
-        has_mtp: Whether the checkpoint has an MTP layer, even if it does not draft.
+        has_mtp: Whether the checkpoint has an MTP layer, even if the drafter does not use it.
         think_ids: Tokens that start and end the thinking part of an answer, None if the checkpoint
             has none.
         digest: Digest of the checkpoint's files.
@@ -67,7 +67,7 @@ class LoadedModel:
 
     @property
     def exec_mode(self) -> str:
-        """The fastest form in which this rank can run step programs (core/execution.py)."""
+        """Fastest execution mode (core/execution.py) in which this rank can run step programs."""
         return EAGER if self.dispatch.eager_reason else self.kernels.exec_mode
 
     @property
@@ -89,7 +89,8 @@ class LoadedModel:
         )
 
     def allocate_caches(self, num_pages: int, page_size: int) -> Caches:
-        """Allocate zeroed caches. Slots that are read before any write are therefore finite."""
+        """Allocate zeroed caches, so that slots that are read before any write hold finite
+        values."""
         shape = (num_pages, page_size)
         kind = (self.dtype, self.device)
         return {
@@ -121,7 +122,8 @@ def load_model(
             before any weight is read. Its exceptions are passed on.
 
     Raises:
-        ValueError: The user can fix the cause: path, files, dtype, lengths, drafter or ranks.
+        ValueError: The configuration or the files are invalid: path, dtype, lengths, drafter or
+            ranks.
     """
     section = config.of_kind(kind)
     path = config.model.path.resolve()

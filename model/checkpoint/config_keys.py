@@ -161,8 +161,8 @@ def _remark(key: str, expected: JsonObject) -> str:
 
 
 def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key that has a value, with the value. Keys inside a section get its name and a
-    dot."""
+    """Yield each key that has a value, with the value. Keys inside a section start with the
+    section's name and a dot."""
     for name, value in raw.items():
         if not section and name in _SECTIONS and isinstance(value, Mapping):
             yield from _flat(value, f"{name}.")

@@ -61,7 +61,7 @@ def mtp_prefix(config: ModelConfig, number: int) -> str:
 
 
 def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
-    """Return the number of MTP layers in the files: as in config.json, or 0.
+    """Return the number of MTP layers in the checkpoint's files: as stated in config.json, or 0.
 
     Re-quantised copies often lack the layers although their config.json still states the number.
     Raises ValueError if only some of them are missing.
@@ -78,9 +78,9 @@ def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
 
 
 def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
-    """Load the main model: all tensors except those of MTP layers.
+    """Load the main model, which has all tensors except those of MTP layers.
 
-    Raises ValueError in the cases of ``load_weights``.
+    Raises ValueError as ``load_weights`` does.
     """
     unused = [name for name in checkpoint.files.names() if name.endswith(_UNUSED)]
     if unused:
@@ -98,8 +98,8 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
 def load_mtp(layer: nn.Module, checkpoint: Checkpoint, number: int, *, is_whole: bool) -> None:
     """Load MTP layer ``number``, without its copies of the main model's embedding and head.
 
-    Unless ``is_whole``, the layer's MLP is deleted and its experts are not read. Raises ValueError
-    in the cases of ``load_weights``.
+    Unless ``is_whole``, the layer's MLP is deleted and its experts are not read. Raises
+    ValueError as ``load_weights`` does.
     """
     prefix = mtp_prefix(checkpoint.config, number)
     own_names = (name for name in checkpoint.files.names() if name.startswith(prefix))
@@ -170,8 +170,8 @@ def keep_fp8(module: nn.Module, is_fp8: Callable[[str], bool]) -> None:
 
 
 def _pieces(module: nn.Module, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each part of ``tensor`` that one tensor of the checkpoint fills, after that tensor's
-    name.
+    """Yield the name of each checkpoint tensor that belongs in ``tensor``, and the part that it
+    fills.
 
     A fused parameter of experts has several parts. Replicas of an expert have the same name.
     """

@@ -35,14 +35,14 @@ class DraftContext:
 
     Attributes:
         last_B1: Last known token of each row.
-        num_known_B: Number of known tokens per row (prompt plus emitted), L in the formulas.
+        num_known_B: Number of known tokens per row: prompt plus emitted tokens.
         page_table_BP: Pages of each row, for the drafter's own caches.
         real_B: False for padding rows.
         rows_B: Index of each row in ``table``.
         table: The drafter's cross-row table (``Drafter.create_table``), or None.
         sample_draft: ``(logits_BV, drafts_BN) -> (tokens_B, q_BV | None)``. Samples the draft that
-            follows ``drafts_BN`` by each request's own settings. Also returns the distribution q
-            that it sampled from, if an acceptance rule of the batch needs q.
+            follows ``drafts_BN`` with each request's sampling settings. Also returns the
+            distribution q that it sampled from, if an acceptance rule of the batch needs q.
         top_candidates: ``(logits_BQV, drafts_BM, nodes, num_candidates) -> TopCandidates``. Ranks
             the tokens that may follow each of Q tree nodes. In the nodes' ancestor masks, bit 0 is
             the last known token and bits 1..M are ``drafts_BM``.
@@ -107,8 +107,8 @@ class Emitted:
 
 
 class NoCatchUp:
-    """Catch-up policy of a drafter that keeps no state between steps. It never has a backlog, so a
-    step without drafts can leave it out."""
+    """Catch-up policy of a drafter that keeps no state between steps. Such a drafter never has a
+    backlog, so steps without drafts can leave it out."""
 
     initial_backlog = 0
 

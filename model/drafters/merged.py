@@ -27,7 +27,8 @@ from tandem.model.network.cache import Caches
 class MergedDrafter(Drafter):
     """A drafter that merges the chains of an n-gram drafter and of a model drafter.
 
-    Only the n-gram drafter has a table. Only the model drafter has row state, caches and features.
+    Only the n-gram drafter has a table. Only the model drafter has state per row, caches and
+    features.
     """
 
     def __init__(self, ngram_drafter: Drafter, model_drafter: Drafter) -> None:
@@ -113,8 +114,8 @@ def merge_chains(model_drafts: Drafts, ngram_drafts: Drafts) -> Drafts:
     """Merge two chains of N drafts into a tree of 2 N nodes.
 
     Odd nodes are the model's drafts, even nodes those of the n-grams. Where both chains agree, or
-    the n-gram chain has ended, the even node repeats the model's draft as its sibling. Verification
-    prefers the earlier sibling, so it never reaches the copy.
+    the n-gram chain has ended, the even node is a copy of the model's draft and its sibling.
+    Verification prefers the earlier sibling, so it never reaches the copy.
     """
     (model_BN, _, q_BNV, _), (ngram_BN, num_B, *_) = model_drafts, ngram_drafts
     place_N = torch.arange(model_BN.shape[1], device=model_BN.device)

@@ -44,7 +44,7 @@ class MtpLayer(DecoderLayer):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def project_inputs(self, embedding_XD: Tensor, hidden_XD: Tensor) -> Tensor:
-        """Return the input of the layer. In the concatenation the embedding comes first; the hidden
+        """Return the input of the layer, a projection of [embedding, hidden state]. The hidden
         state is the one after the main model's final norm."""
         z_XD: Tensor = self.eh_proj(
             torch.cat((self.enorm(embedding_XD), self.hnorm(hidden_XD)), -1)
@@ -52,8 +52,8 @@ class MtpLayer(DecoderLayer):
         return z_XD
 
     def write_cache(self, z_XD: Tensor, batch: Batch, cache: Tensor, angles: RopeCosSin) -> None:
-        """Write cache entries without computing an output. Entries of a single layer depend on its
-        input alone."""
+        """Write cache entries without computing an output. This suffices, because the entries of a
+        single layer depend only on its input."""
         self.self_attn.write_cache(
             x_XD=self.input_layernorm(z_XD), batch=batch, cache=cache, angles=angles
         )
@@ -78,7 +78,7 @@ class MtpDrafter(Drafter):
     name = "mtp"
     group = MTP
     lag = 1
-    """Distance in slots from a cache entry to its token's position in the text."""
+    """Position of a token in the text minus the slot of its cache entry."""
 
     def __init__(self, network: DeepseekV3, layer: MtpLayer) -> None:
         self._network = network
@@ -120,8 +120,8 @@ class MtpDrafter(Drafter):
     def forward(
         self, batch: Batch, hidden_XD: Tensor, caches: Caches, angles: RopeCosSin | None = None
     ) -> Tensor:
-        """Run one pass over tokens and the hidden states before them; return the normalised hidden
-        states [X, D]."""
+        """Run one pass over rows that pair a token with the hidden state before it. Return the
+        normalised hidden states [X, D]."""
         z_XD = self._project_inputs(batch, hidden_XD)
         angles = angles or self._angles(batch)
         return self._layer.predict(
@@ -131,8 +131,8 @@ class MtpDrafter(Drafter):
     def prefill(self, batch: Batch, next_GK: Tensor, features_1TF: Tensor, caches: Caches) -> None:
         """Write the cache entries of a packed batch. Row i pairs hidden state i with token i + 1.
 
-        A last row whose next token is unknown writes nothing: pass 1 writes it once the token is
-        known.
+        If the token after a segment is unknown, the segment's last row writes no entry. Pass 1
+        writes that entry once the token is known.
         """
         batch = shift_tokens(shift_positions(batch), next_GK[:, 0])
         z_XD = self._project_inputs(replace_unknown(batch), features_1TF[0])
@@ -201,8 +201,8 @@ class MtpDrafter(Drafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Tensor | None:
-        """Run pass 1 and return the hidden state that predicts draft 1, or None if none is to be
-        drafted."""
+        """Run pass 1 and return the hidden state that predicts draft 1, or None if there are no
+        drafts."""
         if catch_up_width == 0:
             return None
         cache = caches[self.group][0]
@@ -235,8 +235,8 @@ class MtpDrafter(Drafter):
     def _later_passes(
         self, context: DraftContext, num_passes: int, page_size: int
     ) -> list[tuple[Batch, RopeCosSin]]:
-        """Prepare all passes after the first, except for their tokens. Nothing else in them depends
-        on the drafts."""
+        """Prepare the batch and RoPE angles of each pass after the first. Only the tokens are set
+        later, because nothing else depends on the drafts."""
         if num_passes == 0:
             return []
         slots_NB = later_slots(context.num_known_B, num_passes, self.lag)
@@ -267,8 +267,8 @@ class MtpDrafter(Drafter):
 
 
 def head_batch(context: DraftContext, batch: Batch, at_B: Tensor) -> Batch:
-    """Return the batch of the head rows: for each sequence the row ``at_B`` of pass 1, which
-    belongs to its last known token."""
+    """Return the batch of the head rows: for each sequence, the row ``at_B`` of pass 1, which has
+    its last known token."""
     positions_B1 = (context.num_known_B - 1).unsqueeze(1)
     places_B1 = batch.write_slots_BQ.flatten()[at_B].unsqueeze(1)
     own = positions_B1, positions_B1, places_B1, positions_B1
@@ -276,7 +276,7 @@ def head_batch(context: DraftContext, batch: Batch, at_B: Tensor) -> Batch:
 
 
 def shift_positions(batch: Batch) -> Batch:
-    """Return ``batch`` with the position of the next token in each row."""
+    """Return ``batch`` with each row's position moved to that of the next token."""
     return replace(batch, positions_BQ=batch.positions_BQ + 1)
 
 
@@ -288,7 +288,8 @@ def replace_unknown(batch: Batch) -> Batch:
 def shift_tokens(batch: Batch, next_G: Tensor) -> Batch:
     """Replace each token of a packed batch by the next token of its segment.
 
-    ``next_G`` follows the last token of each segment. Rows where it is UNKNOWN_TOKEN write nothing.
+    ``next_G`` is the token after the last one of each segment. If it is UNKNOWN_TOKEN, the
+    segment's last row writes no cache entry.
     """
     assert batch.segments is not None, "only prefill batches are shifted"
     last_G = batch.segments.ends_G - 1

@@ -2,7 +2,7 @@
 
 tests/data/mtp_tables.json is a worked example. L is the number of known tokens; m of them are
 pending, which means emitted since the last pass 1. MTP row i pairs (token i + 1, hidden state i).
-Its cache entry has draft slot i, and its position is that of its token in the text, i + 1.
+Its cache entry is in slot i, and its RoPE position is that of its token in the text, i + 1.
 
 Shape legend: B rows, M tokens pending at most, Q query rows of a pass, N passes, D hidden.
 """
@@ -26,7 +26,7 @@ class MtpCatchUp:
     """Catch-up policy of MTP (core/execution.py).
 
     A row's backlog is its number of pending tokens. The width is the number of tokens that pass 1
-    reads. Without drafts, pass 1 runs only once no further token can be pending.
+    reads. In steps without drafts, pass 1 runs only when the backlog has reached its maximum.
     """
 
     max_depth: int
@@ -59,8 +59,8 @@ class MtpRows:
             valid.
         hidden_BMD: True hidden state of the main model for the token before each of them.
         num_pending_B: Number of pending tokens, m.
-        is_first_unknown_B: True if the hidden state of the first token was not handed over (zeros).
-            Its row of pass 1 writes no cache entry.
+        is_first_unknown_B: True if the hidden state before the first pending token was not handed
+            over and is zero here. That token's row of pass 1 then writes no cache entry.
     """
 
     tokens_BM: Tensor
@@ -75,11 +75,11 @@ def first_pass_batch(
     """Return the batch of pass 1: the pending tokens at slots L-lag-m .. L-lag-1, padded to
     ``width``.
 
-    All rows write their cache entries. In MTP only the last row, the head row, attends
-    (``head_batch`` in mtp.py).
+    In MTP only the last row, the head row, attends (``head_batch`` in mtp.py).
 
-    The first row does not write if its hidden state was not handed over (``is_first_unknown_B``).
-    It still reads the prompt's entries, and the entry that the prefill rank wrote for it is right.
+    Every row writes its cache entry, except for the first row if its hidden state was not handed
+    over (``is_first_unknown_B``). The entry that the prefill rank wrote for that row is right and
+    stays.
     """
     row_Q = torch.arange(width, device=context.num_known_B.device)
     slots_BQ = (context.num_known_B - lag - state.num_pending_B).unsqueeze(1) + row_Q
@@ -102,8 +102,8 @@ def first_pass_batch(
 
 
 def later_slots(num_known_B: Tensor, num_passes: int, lag: int = 1) -> Tensor:
-    """Return the slots of passes 2, 3, ... [N, B], which are provisional.
+    """Return the slots [N, B] that passes 2, 3, ... write. Their entries are provisional.
 
-    Pass k is the head row alone. It takes (draft k-1, MTP output) and has slot L-2-lag+k.
+    Pass k runs the head row alone, on draft k-1 and the output of pass k-1, at slot L-2-lag+k.
     """
     return torch.arange(num_passes, device=num_known_B.device).unsqueeze(1) + (num_known_B - lag)

@@ -33,8 +33,9 @@ from tandem.model.network.deepseek import DeepseekV3
 class MtpTreeDrafter(MtpDrafter):
     """An MTP drafter of trees.
 
-    Pass 1 is that of a chain. Each later pass has ``top_k`` rows per sequence. They have separate
-    slots after those of the known tokens, and each row sees the known tokens and its own path.
+    Pass 1 is the same as for chains. Each later pass has ``top_k`` rows per sequence. Each row has
+    its own slot after those of the known tokens, and sees the known tokens and its own path in the
+    tree.
     """
 
     _num_nodes: int
@@ -44,8 +45,8 @@ class MtpTreeDrafter(MtpDrafter):
     def load(
         cls, checkpoint: Checkpoint, network: DeepseekV3, spec_config: SpeculationConfig
     ) -> Self:
-        """Load the drafter as for chains. Also raises ValueError if a beam cannot yield trees of
-        this size."""
+        """Load the drafter as for chains. Also raises ValueError if the beam search cannot yield
+        trees of ``speculation.max_tree_nodes``."""
         drafter = super().load(checkpoint, network, spec_config)
         assert spec_config.max_tree_nodes is not None, "or chains are drafted"
         top_k = spec_config.top_k
@@ -113,7 +114,8 @@ class MtpTreeDrafter(MtpDrafter):
     def _beam_passes(
         self, context: DraftContext, draft_shape: DraftShape, caches: Caches
     ) -> Iterator[tuple[Batch, RopeCosSin]]:
-        """Yield all passes after the first, except for their tokens and paths."""
+        """Yield the batch and RoPE angles of each pass after the first. The caller sets tokens and
+        paths."""
         num_passes = draft_shape.depth - 1
         known_B1 = context.num_known_B.unsqueeze(1)
         if num_passes == 0:

@@ -36,14 +36,15 @@ from tandem.model.network.layers import process_weights_after_loading
 
 @dataclass(slots=True)
 class PassWindow:
-    """The rows of pass 1: slots L-1-H-m .. L-2 for m pending tokens, padded.
+    """The rows of pass 1, padded: slots L-1-H-m .. L-2 for L known tokens, of which m are pending.
 
     Attributes:
-        tokens_BT: Tokens of module 1, then all drafts so far.
-        hidden_XD: Output of the previous module for the rows.
+        tokens_BT: Tokens that module 1 reads, followed by all drafts so far.
+        hidden_XD: Output of the previous module for each row; the main model's before module 1.
         slots_BW: Slot of each row.
         num_real_B: Number of rows that belong to the text, H + m. The last one is the head row.
-        is_first_unknown_B: True if the prefill rank has written the first pending row.
+        is_first_unknown_B: True if the prefill rank has written the entries of the first pending
+            row.
         num_drafts: Number of drafts so far.
     """
 
@@ -76,8 +77,8 @@ class PassWindow:
     def batch(self, number: int, context: DraftContext, page_size: int) -> Batch:
         """Return the batch of module ``number``, counted from 0.
 
-        A row is written if the module has not yet had the row's token from the text. A token that
-        it has had only as a draft is therefore written again.
+        A row's entry is written unless the module has already processed the row's token as a known
+        token. If it has processed the token only as a draft, the entry is written again.
         """
         row_W = torch.arange(self.slots_BW.shape[1], device=self.slots_BW.device)
         num_known_B1 = (self.num_real_B + min(number, self.num_drafts) - number).unsqueeze(1)
@@ -108,8 +109,8 @@ class VanillaDrafter(MtpDrafter):
     own output.
 
     Pass 1 runs all modules, over the same rows and positions in each. The last module computes an
-    output for the head row only. Rows that see a draft are written again once the token is known.
-    They come after all rows that prefill wrote.
+    output for the head row only. Entries that depend on a draft are written again once the token is
+    known. They come after all entries that prefill wrote.
     """
 
     def __init__(self, network: DeepseekV3, layers: Sequence[MtpLayer]) -> None:
@@ -144,8 +145,8 @@ class VanillaDrafter(MtpDrafter):
     ) -> MtpRows:
         """Create the state of one row.
 
-        The first pending row is not written, with or without features: prefill has written its
-        entries, in pages that other sequences may share.
+        The entries of the first pending row are never written here: prefill has written them, in
+        pages that other sequences may share.
         """
         hidden_1KD = features_F.view(1, self.num_feature_tokens, -1)
         rows = super().init_state(
@@ -182,8 +183,8 @@ class VanillaDrafter(MtpDrafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        """Run all modules. Modules that yield no draft in this step write the entries that follow
-        from the text."""
+        """Run all modules. Modules that yield no draft in this step only write their cache
+        entries."""
         if catch_up_width == 0:
             return Drafts(state.tokens_BM[:, :0])
         num = len(self._layers)
@@ -241,8 +242,8 @@ class VanillaDrafter(MtpDrafter):
         *,
         has_draft: bool,
     ) -> Tensor:
-        """Write the entries of a module and return its output at the head row. The last module
-        computes that output only with ``has_draft``; otherwise its input is returned."""
+        """Write a module's cache entries and return its output at the head row. The last module
+        skips the output unless ``has_draft``, and its input is returned instead."""
         layer = self._layers[number]
         cache = caches[MTP][number]
         batch = window.batch(number, context, cache.shape[1])
@@ -263,7 +264,7 @@ class VanillaDrafter(MtpDrafter):
 def prepend_history(
     tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int
 ) -> MtpRows:
-    """Return ``rows`` with room for ``num_pending`` tokens and the given history before them."""
+    """Return ``rows`` with the history before their first ``num_pending`` places for tokens."""
     return replace(
         rows,
         tokens_BM=torch.cat((tokens_BH, rows.tokens_BM[:, :num_pending]), 1),

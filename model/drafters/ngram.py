@@ -48,7 +48,7 @@ class NgramDrafter(TextDrafter):
     ) -> "NgramDrafter":
         """Create the drafter from the n-gram settings.
 
-        With ``is_keep_all`` off, the one occurrence that is kept is the oldest, which has the
+        Without ``is_keep_all``, only the oldest occurrence of an n-gram counts, because it has the
         longest continuation.
         """
         oldest = spec_config.is_use_oldest or not spec_config.is_keep_all
@@ -142,8 +142,8 @@ class SharedNgramDrafter(NgramDrafter):
         return Drafts(tokens_BN, mine.num_B.where(has_own_B, num_B))
 
     def _preceding_tokens(self, text_RT: Tensor, rows_B: Tensor, place_BW: Tensor) -> Tensor:
-        """Return the tokens before each position [B, W, M]. Positions before the start of the text
-        get arbitrary tokens."""
+        """Return the M tokens before each position: [B, W, M]. Positions before the start of the
+        text get arbitrary tokens."""
         back_M = torch.arange(-self._max_ngram_size, 0, device=text_RT.device)
         return text_RT[rows_B.view(-1, 1, 1), (place_BW.unsqueeze(2) + back_M).clamp(min=0)]
 

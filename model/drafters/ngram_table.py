@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 NUM_SLOTS = 1 << 18
-"""Number of slots, a power of two (4 MB). One further slot takes the entries that are not to be
-kept."""
+"""Number of slots, a power of two (4 MB). One further slot receives the entries that are to be
+discarded."""
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 29
 EMPTY_HASH = 0
@@ -52,7 +52,7 @@ def store_ngrams(
     oldest: bool,
 ) -> None:
     """Store each token under the n-grams before it, where ``keep_BWM`` is True. With ``oldest``, an
-    entry of the same n-gram stays."""
+    existing entry of the same n-gram is not replaced."""
     hash_BWM = hash_ngrams(before_BWM)
     slot_BWM = hash_BWM & (NUM_SLOTS - 1)
     if oldest:

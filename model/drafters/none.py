@@ -1,4 +1,4 @@
-"""The drafter that drafts nothing: plain decoding, and checkpoints without an MTP layer."""
+"""The drafter that drafts nothing, for plain decoding and for checkpoints without an MTP layer."""
 
 from tandem.core.draft_shapes import DraftShape, DraftShapes, chain_shapes
 from tandem.model.drafters.base import DraftContext, Drafter, Drafts

@@ -26,8 +26,8 @@ class SparseWindow(NamedTuple):
 
     Attributes:
         page_table_BC: Pages of the sinks, then those of the window.
-        skipped_B1: Number of slots between the two. A slot of the text minus this number is its
-            slot in ``page_table_BC``.
+        skipped_B1: Number of slots of the text between sinks and window. A slot of the text in the
+            window, minus this number, is its slot in ``page_table_BC``.
     """
 
     page_table_BC: Tensor

@@ -1,5 +1,5 @@
-"""Base of drafters that read the text: a table with the tokens of each row, prompt and output [R,
-T].
+"""Base class of drafters that read the text. Their table [R, T] has the prompt and output tokens of
+each row.
 
 Shape legend: B rows, R rows of the table, T tokens of a row's text, E tokens that a row may emit.
 """

@@ -1,5 +1,5 @@
-"""User-defined drafters: plain Python classes that map token ids to drafts. Their errors cost
-drafts, nothing else.
+"""User-defined drafters: plain Python classes that map token ids to drafts. Errors in them only
+cost drafts.
 
 Shape legend: B rows, N drafts.
 """
@@ -34,7 +34,7 @@ class UserClass(Protocol):
     def draft(self, token_ids: Sequence[int], num_drafts: int) -> Any:
         """Return at most ``num_drafts`` tokens that may follow ``token_ids``.
 
-        The result is a list of ids, which are a chain, or a pair (ids, parents). Parent 0 is the
+        The result is a list of ids, which form a chain, or a pair (ids, parents). Parent 0 is the
         end of the text, parent k is the k-th draft.
         """
 
@@ -42,9 +42,9 @@ class UserClass(Protocol):
 class UserDrafter(TextDrafter):
     """A drafter that calls ``user_drafter.draft`` with the text of each row.
 
-    A row has no drafts if the call raises an exception or returns invalid drafts. No row has drafts
-    if the thread does not finish within ``timeout_s``. Late results are dropped, and the class is
-    not called again before they have arrived.
+    A row has no drafts if the call raises an exception or returns invalid drafts. The calls run on
+    a thread. If the thread does not end within ``timeout_s``, no row has drafts and its results are
+    dropped. The class is not called again before the thread has ended.
     """
 
     runs_on_host = True
@@ -136,8 +136,8 @@ class UserDrafter(TextDrafter):
     def _draft_with_timeout(
         self, texts: dict[int, list[int]], draft_shape: DraftShape
     ) -> dict[int, TokensAndParents]:
-        """Call the class on a thread and return its drafts by row; {} if it is late or switched
-        off."""
+        """Call the class on a thread and return its drafts by row of the batch. Return {} if the
+        thread does not end in time, or if the class has failed too often."""
         if (
             not texts
             or not draft_shape.num_nodes
@@ -170,8 +170,8 @@ class UserDrafter(TextDrafter):
         found: list[TokensAndParents],
         errors: list[BaseException],
     ) -> None:
-        """Call the class for each text. Runs on the thread; its lists are read only once the thread
-        has ended."""
+        """Call the class for each text, on the thread. The caller reads ``found`` and ``errors``
+        only after the thread has ended."""
         for text in texts:
             try:
                 drafts = self._user_drafter.draft(text, draft_shape.num_nodes)

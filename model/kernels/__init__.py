@@ -12,13 +12,14 @@ from tandem.model.kernels.base import TORCH_KERNELS, Kernels
 
 log = logging.getLogger(__name__)
 HOPPER = 9
-"""Major compute capability that the GPU kernels require. On others, tiles may exceed the limits."""
+"""Major compute capability that the GPU kernels require. On other GPUs, tiles may exceed the
+hardware's limits."""
 
 
 def create_kernels(
     name: str, config: ModelConfig, device: torch.device, quantises: bool = False
 ) -> Kernels:
-    """Create the kernels ``name`` (``model.kernels``) for ``device``.
+    """Create the kernels that ``name``, the value of ``model.kernels``, selects for ``device``.
 
     Args:
         name: "auto" selects the device's own kernels, and torch if these are unavailable.
@@ -27,7 +28,8 @@ def create_kernels(
         quantises: Whether products with FP8 weights quantise their inputs too (on prefill ranks).
 
     Raises:
-        ValueError: The kernels were selected by name and are unavailable.
+        ValueError: The kernels were selected by name and are unavailable, or a GPU is used without
+            a C compiler.
     """
     if name == TORCH_KERNELS.name:
         return TORCH_KERNELS

@@ -25,8 +25,8 @@ from tandem.model.sampling.sampler import Sampler
 RopeCosSin = tuple[Tensor, Tensor]
 """Cosines and sines of the RoPE angles of each row: [X, R / 2] fp32 each."""
 BranchOutput = Any
-"""Output of a residual branch, added to rows [X, D]: a tensor, or an unsummed form of it that only
-``Kernels.add_rms_norm`` reads (see ``Kernels.combine``)."""
+"""Output of attention or MLP, before it is added to the residual stream [X, D]. It is a tensor, or
+a form that is not yet summed (``Kernels.combine``), which only ``Kernels.add_rms_norm`` reads."""
 
 
 BLOCK = 128
@@ -75,7 +75,7 @@ class AttentionMetadata(NamedTuple):
         cos, sin: RoPE angles of the rows (``RopeCosSin``).
         is_interleaved: Rotated pairs are (2j, 2j + 1), otherwise (j, j + R / 2).
         cache: The layer's paged cache [pages, page size, L].
-        page_table_BP: [B, P], or [1, P] with the pages of one segment after another.
+        page_table_BP: Pages of each sequence [B, P], or of all packed segments in order [1, P].
         scale: Multiplier of the attention scores.
         bits_BQ: Visible draft-tree nodes of each row (see ``Batch``), None without trees.
     """
@@ -90,11 +90,11 @@ class AttentionMetadata(NamedTuple):
 
 
 class Kernels(Sampler):
-    """Kernels in torch, and the interface of all others. Torch uses weights as they are loaded."""
+    """Kernels in torch, which use the weights as loaded, and the interface of all other kernels."""
 
     name = "torch"
     exec_mode = EAGER
-    """Fastest form in which ``make_replayable`` runs a function (core/execution.py)."""
+    """Fastest execution mode (core/execution.py) of functions from ``make_replayable``."""
 
     ngram_lookup: ClassVar[Callable[..., tuple[Tensor, Tensor]] | None] = None
     """Device implementation of ``find_continuation`` in model/drafters/ngram.py, or None."""
@@ -106,7 +106,8 @@ class Kernels(Sampler):
     """Number that the widths of heads and latents must be a multiple of."""
 
     owns_outputs = False
-    """Whether a replayable function keeps its output tensors and overwrites them when called."""
+    """Whether a replayable function keeps its output tensors and overwrites them in its next
+    call."""
 
     supports_fp8_blocks = False
     """Whether weights can stay in the block-scaled FP8 format of the checkpoint."""
@@ -123,29 +124,30 @@ class Kernels(Sampler):
         torch.set_num_threads(num_threads)
 
     def compile_s(self) -> float:
-        """Return seconds of kernel compilation so far, a running one included; any thread."""
+        """Return the seconds of kernel compilation so far, including one in progress. May be called
+        on any thread."""
         return 0.0
 
     def make_replayable(self, function: Function) -> ReplayableFunction:
-        """Wrap ``function`` for repeated calls, with inputs of the shapes of its first call. The
-        next call of any such function may overwrite its outputs, in stream order."""
+        """Wrap ``function`` for repeated calls, all with the input shapes of the first. Its outputs
+        may be overwritten, in stream order, by the next call of any wrapped function."""
         return Eager(function)
 
     def run_concurrently(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Start ``work``, possibly in parallel with later calls, and return a join function. It
-        makes the device wait for the result, and must be called before inputs of ``work`` are
-        freed."""
+        """Start ``work``, possibly in parallel with later calls, and return a join function. That
+        function makes the device wait for the result, which it returns. Call it before the inputs
+        of ``work`` are freed."""
         result = work()
         return lambda: result
 
     def pack(self, weight: Any) -> Any:
-        """Convert matrices [..., M, K] to the format that ``linear`` and others read. FP8 blocks
-        are accepted if ``supports_fp8_blocks``."""
+        """Convert matrices [..., M, K] to the format that ``linear`` and others read. Block-scaled
+        FP8 weights are accepted only with ``supports_fp8_blocks``."""
         return weight
 
     def pack_experts(self, gate_up: Any, down: Any) -> tuple[Weights, Weights]:
-        """Convert expert weights to the format that ``fused_experts`` reads. ``gate_up`` is
-        [S, 2F, D] with the gate rows first, ``down`` is [S, D, F]. FP8 is as in ``pack``."""
+        """Convert expert weights to the format that ``fused_experts`` reads. ``gate_up`` [S, 2F, D]
+        has the gate rows first; ``down`` is [S, D, F]. FP8 weights are accepted as in ``pack``."""
         return gate_up, down
 
     def linear(self, x_XK: Tensor, packed: Any, num_out: int, in_fp32: bool = False) -> Tensor:
@@ -155,7 +157,7 @@ class Kernels(Sampler):
 
     def rms_norm(self, x_XD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Normalise in fp32, cast to the dtype of ``x_XD``, then scale (the order of transformers).
-        The row stride is arbitrary."""
+        Rows may have any stride."""
         return weight_D * F.rms_norm(x_XD.float(), weight_D.shape, eps=eps).to(x_XD.dtype)
 
     def add_rms_norm(
@@ -184,7 +186,8 @@ class Kernels(Sampler):
     ) -> Tensor:
         """Compute absorbed MLA (arXiv:2405.04434, 2.1) over each sequence's pages: [X, H, V].
 
-        Torch attends over a copy of the pages, whose shapes depend only on the page table's width.
+        The torch implementation copies the pages first. Its shapes depend only on the page table's
+        width.
 
         Args:
             q_XHK: Queries. The last R values of each head are rotated here.
@@ -234,9 +237,9 @@ class Kernels(Sampler):
         return o_BGNK.unflatten(2, (num_q, -1)).transpose(1, 2).reshape(*q_XHK.shape)
 
     def copy_slots(self, caches: Sequence[Tensor], from_BN: Tensor, to_BN: Tensor) -> None:
-        """Copy the entries at physical slots ``from_BN`` to ``to_BN`` in all ``caches``. No move
-        may write a slot that a later move of its row reads, or a slot of another row, except on the
-        dummy page."""
+        """Copy the entries at physical slots ``from_BN`` to ``to_BN`` in all ``caches``. A copy
+        must not write a slot that a later copy of the same row reads, nor a slot of another row.
+        The dummy page is exempt."""
         for cache in caches:
             slots = cache.flatten(0, 1)
             slots[to_BN] = slots[from_BN]
@@ -299,8 +302,8 @@ class Kernels(Sampler):
     ) -> Tensor:
         """Run expert ``slots_P[i]`` on token ``tokens_P[i]`` for each pair i: [P, D].
 
-        Torch sorts the pairs by slot and runs one grouped product per projection. Shapes do not
-        depend on the routing, so the host does not wait for it.
+        The torch implementation sorts the pairs by slot and runs one grouped product per
+        projection. Shapes do not depend on the routing, so the host does not wait for it.
 
         Args:
             x_ND: Hidden states of the tokens.
@@ -326,8 +329,8 @@ class Kernels(Sampler):
     def route(
         self, x_TD: Tensor, packed: Tensor, bias_E: Tensor | None, routing: Routing
     ) -> tuple[Tensor, Tensor]:
-        """Return expert ids [T, K] int64, best first, and their weights [T, K] fp32. The lowest id
-        of equal scores comes first. ``packed`` is the packed gate [E, D]."""
+        """Return expert ids [T, K] int64, best first, and their weights [T, K] fp32. Of equal
+        scores, the lowest id comes first. ``packed`` is the packed gate [E, D]."""
         logits_TE = F.linear(x_TD.float(), packed.float())
         scores_TE = logits_TE.sigmoid() if routing.uses_sigmoid else logits_TE.softmax(-1)
         chosen_TE = scores_TE if bias_E is None else scores_TE + bias_E
@@ -349,8 +352,9 @@ class Kernels(Sampler):
     def combine(
         self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None
     ) -> BranchOutput:
-        """Sum each token's weighted expert outputs in fp32, best expert first; add the branch. Some
-        kernels defer all this to ``add_rms_norm``, which can then read the result only once."""
+        """Sum each token's weighted expert outputs in fp32, best expert first, and add
+        ``branch_TD``. Some kernels defer this work to ``add_rms_norm``; it can then read the result
+        only once."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])
@@ -364,8 +368,8 @@ TORCH_KERNELS = Kernels()
 def zero_non_finite(context_SL: Tensor) -> tuple[Tensor, Tensor]:
     """Return the entries [..., S, L] with non-finite ones zeroed, and a mask [..., S] of these.
 
-    Attention gives hidden slots the weight 0, and 0 * NaN would be NaN. The caller must set rows
-    that see a non-finite entry to NaN.
+    Attention gives slots that a row does not see the weight 0, but 0 * NaN would be NaN. The caller
+    must set rows that see a non-finite entry to NaN.
     """
     broken_S = ~(context_SL.abs().amax(-1) < float("inf"))
     return context_SL.masked_fill(broken_S.unsqueeze(-1), 0), broken_S

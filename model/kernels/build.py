@@ -133,7 +133,8 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process and its descendants, or a clock time without /proc."""
+    """Return the CPU seconds of a process and its descendants. Without /proc, return a clock's time
+    instead, which increases too."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

@@ -11,7 +11,8 @@ from tandem.core.errors import CaptureError
 from tandem.model.kernels.replayable import Function
 
 MIN_FREE_SHARE = 0.02
-"""Minimum share of device memory that must be free to capture a graph; steps need the rest."""
+"""Minimum share of device memory that must be free to capture a graph. If less is free, none is
+captured, because steps need the memory."""
 
 
 class Captured:
@@ -22,8 +23,8 @@ class Captured:
 
     The first call runs eagerly, so that kernels are compiled and libraries are initialised. The
     second call captures, on a ``stream`` that nothing else may use. Graphs of one ``pool`` share
-    memory and never run in parallel. Other threads may use the device during a capture. A capture
-    does not wait for their work, which may be a transfer whose peer waits for this host.
+    memory, so they must never run in parallel. Other threads may use the device during a capture. A
+    capture does not wait for their work: it may be a transfer whose peer waits for this host.
 
     Raises:
         CaptureError: The function waits for the device, memory is short, or capturing failed for

@@ -43,8 +43,10 @@ class Batch:
         write_slots_BQ: Physical slot (page * page_size + offset) that each row's cache entry is
             written to. It is on the dummy page for rows whose entry must not be kept.
         context_lens_BQ: Each row attends to slots 0 .. context_lens - 1 of its sequence, which are
-            read from the cache. Consecutive rows differ by 1, except in trees and padding.
-        page_table_BP: Pages of each sequence; with ``segments`` [1, P], segment after segment.
+            read from the cache. Consecutive rows of a sequence differ by 1, except in trees and
+            padding.
+        page_table_BP: Pages of each sequence. With ``segments``: the pages of all segments in
+            order, [1, P].
         segments: Selects the prefill form of MLA, with B = 1. None: the absorbed form.
         real_BQ: False for padding rows, None without padding.
         bits_BQ: Draft-tree rows also attend to slot context_lens + i if bit i is set, i < 64.

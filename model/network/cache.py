@@ -35,7 +35,7 @@ class CacheGroup:
 def allocate_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a zeroed tensor. On CPU, the system commits each memory page at the first write.
 
-    Huge pages are disabled there: clearing one per layer stalls a step for tens of milliseconds.
+    Huge pages are disabled on CPU: clearing one per layer stalls a step for tens of milliseconds.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -40,11 +40,11 @@ class DecoderLayer(nn.Module):
         cache: Tensor,
         angles: RopeCosSin,
     ) -> tuple[Tensor, BranchOutput]:
-        """Apply the layer to ``x_XD + branch``.
+        """Apply the layer to ``x_XD + branch``; ``branch`` is the MLP output of the layer before.
 
         Returns:
-            The residual stream and the output of the MLP branch, whose sum is the layer's output.
-            The next norm adds them.
+            The residual stream and the layer's MLP output. Their sum is the layer's output, which
+            the next norm computes.
         """
         x_XD, normed_XD = self.input_layernorm.add(x_XD, branch)
         attended_XD = self.self_attn(normed_XD, batch, cache, angles)

@@ -86,7 +86,7 @@ class Matrices(KernelModule):
 
 
 class Linear(Matrices):
-    """Linear layer without bias, of weight [dim_out, dim_in].
+    """Linear layer without bias, with a weight [dim_out, dim_in].
 
     Attributes:
         packed: The weight in the format of the kernels.

@@ -35,7 +35,8 @@ class MLA(KernelModule):
         self.kv_a_proj_with_mqa = Linear(dim, config.latent_dim, is_even)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.lora_norm_eps)
         kv_dim = num_heads * (config.qk_nope_head_dim + config.v_head_dim)
-        # The absorbed form multiplies by its transpose, which the kernels cannot do with blocks.
+        # The absorbed form multiplies by its transpose, which the kernels cannot do in blocks of
+        # FP8.
         self.kv_b_proj = Linear(config.kv_lora_rank, kv_dim, may_keep_fp8=False)
         self.o_proj = Linear(num_heads * config.v_head_dim, config.hidden_size)
 

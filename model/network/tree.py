@@ -35,8 +35,8 @@ class Tree(NamedTuple):
 def build_tree(parents_BN: Tensor, depth: int) -> Tree:
     """Build the trees in which draft i has the parent ``parents_BN[:, i - 1]``, an earlier node.
 
-    Paths to the root are followed by pointer doubling. For nodes deeper than ``depth``, which are
-    never accepted, the result says only that they are too deep.
+    Paths to the root are followed by pointer doubling. Nodes deeper than ``depth`` are never
+    accepted. Their depth and ancestors may be wrong, but the depth still exceeds ``depth``.
     """
     parent_BQ = torch.cat((torch.zeros_like(parents_BN[:, :1]), parents_BN), 1)
     node_Q = torch.arange(parent_BQ.shape[1], device=parent_BQ.device)

@@ -99,8 +99,8 @@ def adjust(
     """Return the adjusted logits [B, V] of one position.
 
     Adds the bias, then applies the repetition penalty (prompt and output tokens) and the frequency
-    and presence penalties (output tokens), as vLLM does. Before ``min_tokens``, tokens that end the
-    output get -inf.
+    and presence penalties (output tokens), as vLLM does. Until the output has ``min_tokens``
+    tokens, those that would end it get -inf.
 
     Args:
         logits_BV: Raw logits.

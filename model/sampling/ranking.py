@@ -89,14 +89,15 @@ def draw_without_replacement(
 ) -> TopCandidates:
     """Sample candidates without replacement from q, the filtered distribution.
 
-    They are the largest log probabilities after Gumbel perturbation (Kool et al., arXiv
-    1903.06059).
+    The samples are the tokens with the largest log probability plus Gumbel noise (Kool et al.,
+    arXiv 1903.06059).
 
-    The score of a candidate is known before its token is sampled: the probability mass that the
-    candidates before it leave. If it depended on the token, the tree of the best scores would hold
-    tokens that are no samples of q. Acceptance by p/q would then not yield p. The noise is
-    independent between the nodes of a step, and between steps, whose index is that of their first
-    output token.
+    The score of a candidate is the probability mass that the candidates before it leave, so it does
+    not depend on the candidate's own token. If it did, the tokens in the tree of the best scores
+    would not be distributed like q. Acceptance by p/q would then not yield p.
+
+    The noise is independent between the nodes of a step, and between steps, because its key has the
+    index of the step's first output token.
     """
     greedy = top_by_logits(
         adjusted_BQV=adjusted_BQV,

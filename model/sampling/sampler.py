@@ -26,11 +26,11 @@ _STREAM_SHIFT = 30
 
 
 class Sampler:
-    """Sampling operations of a device. This class is the torch implementation for any device; those
-    of model/kernels derive from it."""
+    """Sampling operations of a device. This class is the torch implementation for any device. The
+    classes in model/kernels derive from it."""
 
     adjust: Callable[..., Tensor] = staticmethod(adjust)
-    """Logits [B, V] after the rules of their rows (adjust.py)."""
+    """Function that applies the logit rules of each row (adjust.py)."""
 
     def argmax_tokens(self, adjusted_XV: Tensor) -> Tensor:
         """Return the ids [X] of the tokens with the largest logits; the first one among equals."""
@@ -97,8 +97,8 @@ class SamplingRows:
         top_p_B: Probability mass that top-p keeps; 1 is off.
         min_p_B: Minimum probability relative to the best token; 0 is off.
         seed_B: Seeds, int64.
-        all_greedy: True if all rows have temperature 0. Known on the host, it skips the noise
-            altogether.
+        all_greedy: True if all rows have temperature 0. The host knows this flag, so it can leave
+            out the noise altogether.
         rules: Logit rules; None skips them if no row has any.
         sampler: Sampling operations of the device.
     """
@@ -200,7 +200,7 @@ def draw_at_places(
     adjusted_BN1V: Tensor, rows: SamplingRows, num_output_B: Tensor, tree: Tree | None = None
 ) -> Tensor:
     """Choose a token at every position of a chain or node of a tree: [B, N1]. A node uses the noise
-    of its depth."""
+    of the output index at its depth."""
     if rows.all_greedy:
         return rows.sampler.argmax_tokens(adjusted_BN1V)
     num_places = adjusted_BN1V.shape[1]

@@ -16,8 +16,8 @@ _NO_TOKEN = -1
 def thinking_before(
     thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds | None, tree: Tree | None = None
 ) -> Tensor:
-    """Return the phase [B, N] at the position of each draft. ``thinking_B`` is the phase of the
-    first."""
+    """Return the phase [B, N] at the position of each draft. ``thinking_B`` is the phase at the
+    first draft."""
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
     if tree is not None:

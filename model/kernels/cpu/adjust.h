@@ -32,7 +32,7 @@ struct Rules {
 }
 
 // Adjusts logits [B, V]. ``rules`` are the fields of AdjustRows in order. Drafts [B, N] count as
-// output tokens: all of them, or those that are true in ``seen`` [B, N].
+// output tokens: all of them, or those for which ``seen`` [B, N] is true.
 Tensor adjust(const Tensor& logits, at::TensorList rules, const Tensor& num_output,
               const Tensor& drafts, const std::optional<Tensor>& seen) {
   int64_t num = logits.size(1), num_drafts = drafts.size(1);

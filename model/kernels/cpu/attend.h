@@ -9,7 +9,8 @@ namespace {
 constexpr int64_t kSplit = 256;       // number of context tokens per task
 constexpr int kQueries = kLanes / 2;  // maximum number of queries computed together
 
-// Converts ``num`` values to float, in the order of the ``load`` of two vectors ("unfolded").
+// Converts ``num`` values to float, in the order in which ``load`` fills two vectors. Values in
+// this order are called unfolded.
 template <class T>
 void unfold(const T* from, float* to, int64_t num) {
   int64_t i = 0;
@@ -53,7 +54,8 @@ void score(const float* q, const T* const* keys, int64_t num, int64_t width, flo
 }
 
 // Turns the scores of ``num`` keys into softmax weights relative to ``largest``, and sums them in
-// ``total``. Only the first ``seen`` keys are visible. ``largest`` is at least ``before``.
+// ``total``. Only the first ``seen`` keys are visible. ``largest`` becomes their largest scaled
+// score, or ``before`` if that is larger.
 inline void soften(float* scores, int64_t num, int64_t seen, float scale, float& largest,
                    float& total, float before = kNever) {
   Vec sums{}, most = splat(kNever);
@@ -125,7 +127,8 @@ void mix(const float* weights, const T* const* keys, int64_t common, int64_t num
   }
 }
 
-// Finds the addresses of entries [begin, end) of the sequence with the pages ``page``.
+// Writes the addresses of cache entries [begin, end) of a sequence to ``entries``. ``page`` are the
+// sequence's pages.
 template <class T>
 void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t begin,
           int64_t end, const T** entries) {
@@ -136,9 +139,9 @@ void find(const T* cache, const int64_t* page, int64_t page_size, int64_t width,
   }
 }
 
-// Like ``find``, for the slots after the context of length ``len`` that a tree node sees: those of
-// its bits, in order. Thus keys have the same order as on this path without a tree. Entries after
-// the last bit are arbitrary.
+// Like ``find``, for the draft slots that a tree node sees after its context of ``len`` slots.
+// These are the slots whose bits are set, in order, so the keys have the same order as in a chain
+// of the same drafts. Entries after the last bit are arbitrary.
 template <class T>
 void find_path(const T* cache, const int64_t* page, int64_t page_size, int64_t width, int64_t len,
                uint64_t bits, int64_t most, int64_t begin, int64_t end, const T** entries) {
@@ -225,8 +228,8 @@ struct Parts {
   }
 };
 
-// Number of queries of a task that are computed together. Fewer if threads would be idle, which
-// does not change results.
+// Returns the number of queries of a task that are computed together. It is smaller if threads
+// would be idle otherwise; this does not change results.
 inline int64_t queries_of_a_unit(int64_t num_tasks, int64_t num_x) {
   int64_t num = kQueries;
   while (num > 2 && num_tasks * ((num_x - 1) / num + 1) < crew().num_threads()) num /= 2;
@@ -334,7 +337,8 @@ Tensor mla_attend(const Tensor& q, const Tensor& up_k, const Tensor& up_v, const
   return mla_value(o, up_v);
 }
 
-// Entries are keys and values of G heads. Each is shared by H / G consecutive query heads.
+// A cache entry has the keys and values of G heads. Each of these serves H / G consecutive query
+// heads.
 Tensor gqa_attend(const Tensor& q, const Tensor& cos, const Tensor& sin, bool interleaved,
                   const Tensor& cache, const Tensor& table, const Tensor& lens, double scale,
                   const c10::optional<Tensor>& bits) {

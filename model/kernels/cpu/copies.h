@@ -8,8 +8,8 @@
 
 #include "vectors.h"
 
-// Minimum bytes for stores that bypass the CPU caches. Such copies exceed the caches, and the data
-// is next read by the network or a later step.
+// Copies of this size or more bypass the CPU caches. They do not fit into the caches, and their
+// data is next read by the network or a later step.
 constexpr int64_t STREAMED_BYTES = 2 << 20;
 
 inline void stream(char* to, const char* from, int64_t num_bytes) {

@@ -54,7 +54,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& more, con
   return {total, y};
 }
 
-// Rotates pairs (2j, 2j + 1), or (j, j + R / 2), by R / 2 angles. Writes them as (2j, 2j + 1).
+// Rotates pairs (2j, 2j + 1) if ``interleaved``, otherwise (j, j + R / 2), by R / 2 angles. Writes
+// them as (2j, 2j + 1).
 template <class T>
 void rotate(const T* x, const float* cos, const float* sin, bool interleaved, T* y, int64_t width) {
   int64_t num = width / 2, step = interleaved ? 2 : 1, apart = interleaved ? 1 : num;

@@ -169,7 +169,8 @@ void prefill_rows(const Tensor& q, const Tensor& kv_b, const Tensor& cos, const 
     row += lengths[g];
     page += (contexts[g] + page_size - 1) / page_size;
   }
-  // The rows of a head are split only if threads would be idle, because each part expands the keys.
+  // The rows of a head are split only if threads would be idle otherwise, because each part expands
+  // all keys again.
   int64_t num_tasks = std::max<int64_t>(1, num_segments * num_heads);
   int64_t num_parts = (crew().num_threads() + num_tasks - 1) / num_tasks;
   in_pieces(num_segments * num_heads * num_parts, 1, [&](int64_t first, int64_t last) {

@@ -22,7 +22,8 @@ template <int R, int B, class T>
     return load(w[i / kVecs] + k * kBlock + i % kVecs * kLanes);
   };
   // Prefetch the weights of later steps, of this tile or the next, because last-level caches have a
-  // high latency. The target is the L2 cache, because an L1 cache has few outstanding requests.
+  // high latency. The target is the L2 cache, because an L1 cache supports few outstanding
+  // requests.
   constexpr int64_t line = kBlock * sizeof(T);
   int64_t ahead = std::min(num_k, kNear / 4 / line), past = (B - 1) * num_k;
   // Keep the smaller operand, rows or weights, in registers while streaming the other.
@@ -104,8 +105,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
         });
         block += B;
       };
-      // With few rows, take more blocks at a time: enough sums to hide the latency of additions,
-      // but no more than fit in registers for all rows.
+      // With few rows, compute more blocks at a time. This gives enough sums to hide the latency of
+      // additions, but no more than fit in registers.
       if (task.num <= std::min(4, kSums / (4 * kVecs)))
         while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
       if (task.num <= 3 || kVecs == 1)
@@ -115,7 +116,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
   });
 }
 
-// Converts rows [num, K] of any stride to ``Number<W>``, in ``room``. No copy if they already are.
+// Returns rows [num, K] of any stride as contiguous ``Number<W>``. They are converted into
+// ``room``, or returned as they are if they already have this form.
 template <class W, class T>
 const Number<W>* numbers(const T* x, int64_t ld, int64_t num, int64_t num_k,
                          Space<Number<W>>& room) {

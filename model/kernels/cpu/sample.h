@@ -6,7 +6,7 @@
 
 namespace {
 
-constexpr float kMostNoise = 23.0f;  // noise of 32 bits is at most 22.9
+constexpr float kMostNoise = 23.0f;  // Gumbel noise from 32 bits is <= 22.9
 constexpr int64_t kWorthADraw = 1 << 13;  // minimum number of tokens per task
 
 inline bool any(Ints is) {
@@ -69,7 +69,7 @@ class Logits {
     for (int i = 1; i < kLanes; i++) largest = std::max(largest, most[i]);
     temperature_ = temperature > 0 ? temperature : 1.0f;
     largest_ = largest / temperature_;
-    // Tokens are equal if their quotients are, but at temperature 0 only if their logits are.
+    // Tokens are equal if logit / temperature is; at temperature 0, if their logits are.
     auto is_first = [&](int64_t i) { return temperature > 0 ? vec(i) == 0 : raw(i) == largest; };
     while (first_ < num && !any(is_first(first_))) first_ += kLanes;
     if (first_ >= num) first_ = num - kLanes > 0 ? num - kLanes : 0;  // all are NaN
@@ -107,15 +107,17 @@ inline Ints before(Vec x, Ints ids, const Token& last) {
 
 constexpr int64_t kBlockTokens = 64 * kLanes;  // number of tokens whose mass is summed in fp32
 
-// Returns an upper bound of e^x for x <= 0, at most 1/16 too large: 2^f lies below its chord.
+// Returns an upper bound of e^x for x <= 0, at most 1/16 too large: for f in [0, 1], 2^f lies below
+// its chord.
 inline Vec exp_at_most(Vec x) {
   x = x < -80.0f ? splat(-80.0f) : x;
   return (Vec)__builtin_convertvector(x * 12102203.0f + 1065353216.0f, Ints);
 }
 
-// Returns the token with the best noisy score among those that rank before ``last``, and the first
-// of all if there is none. Adds the mass of all tokens to ``total`` unless it is null. A token
-// reaches ``score`` iff its uniform number is below 1 - exp(-e^(x - score)) <= e^(x - score).
+// Returns the token with the largest score plus noise among those that rank before ``last``, or the
+// token with the largest logit if there is none. Adds the mass of all tokens to ``total`` unless it
+// is null. Noise is computed only for tokens that may win: a token's sum reaches ``score`` iff its
+// uniform number is below 1 - exp(-e^(x - score)) <= e^(x - score).
 inline Token best(const Logits& logits, const Noise& noise, const Token& last, double* total) {
   int64_t first = logits.first();
   Token found{logits.at(first) + Noise::of(noise.bits(uint32_t(first))), first};
@@ -196,8 +198,8 @@ inline double mass(const std::vector<Token>& first) {
   return total;
 }
 
-// Returns how many of the tokens ``first`` top-p (of the mass ``total``) and min-p keep, at least
-// 1.
+// Returns the number of tokens in ``first``, the best ones in order, that top-p and min-p keep; at
+// least 1. Top-p is a share of the mass ``total``.
 inline int64_t num_kept(const std::vector<Token>& first, double total, const Filters& filters) {
   double above = 0;
   int64_t num = 0;
@@ -272,7 +274,7 @@ Tensor likeliest(const Tensor& logits) {
   return tokens;
 }
 
-// Returns whether the largest of each logits [.., V] is finite and none is NaN.
+// Returns, for each position of logits [.., V], whether the largest is finite and none is NaN.
 Tensor are_finite(const Tensor& logits) {
   int64_t num = logits.size(-1);
   Tensor rows = logits.reshape({-1, num}).contiguous();

@@ -150,8 +150,9 @@ class Tape : public torch::CustomClassHolder {
     open_.reset();
   }
 
-  // Checks operators at any depth, such as nonzero inside an index by a mask. The index operator is
-  // excluded, because it has the tag even if its indices are no masks.
+  // Refuses operators, at any depth, whose output shape or value depends on data, such as nonzero
+  // inside an index by a mask. The index operator is exempt, because it has the tag even if its
+  // indices are no masks.
   void check_shape(const at::RecordFunction& call) {
     auto name = call.operator_name();
     if (!name.has_value() || name->name == "aten::index") return;

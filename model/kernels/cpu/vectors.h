@@ -90,7 +90,7 @@ inline void add_product(Vec& sum, float x, Vec w) { sum += x * w; }
 #endif
 }
 
-// Loads 2 * kLanes values in an order that depends on the type and is cheaper than the original.
+// Loads 2 * kLanes values into two vectors, in the order that is cheapest for the type.
 inline void load(const float* p, Vec& a, Vec& b) { a = load(p), b = load(p + kLanes); }
 
 inline void load(const BFloat16* p, Vec& even, Vec& odd) {

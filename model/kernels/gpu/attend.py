@@ -21,7 +21,8 @@ MAX_PARTS = 128
 MERGED_AT_ONCE = 4096
 """Number of values, over all parts, that one merging program reads."""
 MIN_SLOTS = tl.constexpr(64)
-"""Minimum number of slots in a non-empty part. Its result is at least as large as 64 slots."""
+"""Minimum number of slots in a non-empty part. Each part adds a result that must be written and
+merged."""
 CHECKED_AT_ONCE = tl.constexpr(16)
 """Number of slots that are checked for non-finite values at once."""
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -79,7 +80,7 @@ def attend(
 def _tail(num_q: int, is_tree: bool) -> int:
     """Return the number of slots that only some queries of a sequence see, rounded up.
 
-    They follow the shortest context among its queries.
+    These slots follow the shortest context among the sequence's queries.
     """
     return 64 if is_tree else triton.cdiv(num_q - 1, CHECKED_AT_ONCE.value) * CHECKED_AT_ONCE.value
 
@@ -206,8 +207,8 @@ def _broken(
 ):
     """Return a mask whose bit i is set if the entry at slot ``first`` + i < ``end`` is non-finite.
 
-    Such entries are not loaded, because a weight of 0 would not hide them from queries that do not
-    see them. Queries that see one get the score NaN.
+    Such entries are read as 0. Otherwise they would spoil even queries that do not see them,
+    because 0 * NaN is NaN. Queries that see one get the score NaN.
     """
     bits, w_W = tl.full([], 0, tl.int64), tl.arange(0, BLOCK_W)
     for i in tl.static_range(0, TAIL, CHECKED_AT_ONCE):

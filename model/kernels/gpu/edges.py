@@ -1,10 +1,13 @@
-"""Radix select for top-k and top-p: the smallest logit kept, and the number of equal ones kept.
+"""Radix select for top-k and top-p, which needs no sort.
 
-Each program handles one split of a row; sample.py launches the kernels. The key of the edge, a
-uint32 in the order of the logits, is found digit by digit. Each launch first sums the previous
-launch's results over all splits, in a fixed order. For every value of the next digit it then
-stores two numbers of its split. One is the number of tokens, or the probability relative to the
-best token, at or above this value. The other is the number of tokens with exactly this value.
+The edge is the smallest logit that a filter keeps. The kernels find it and the number of tokens
+with this logit that are kept. They are launched by sample.py; each program handles one split of a
+row.
+
+The edge's key, a uint32 in the order of the logits, is found digit by digit. Each launch first sums
+the previous launch's results over all splits, in a fixed order. For every value of the next digit
+it then stores two numbers of its split. One is the number of tokens, or the probability relative to
+the best token, at or above this value. The other is the number of tokens with exactly this value.
 
 Shape legend: X places, S splits, V tokens of a split, J values of a digit.
 
@@ -78,7 +81,7 @@ def _load_settings(logits, settings):
 
 @triton.jit
 def _at(step):
-    """Return the index of a step's results, and the shift of its digit."""
+    """Return the index where a step's results are stored, and the bit shift of its digit."""
     slot = step // 8 * 2 + step % 2
     return slot * tl.num_programs(0) + tl.program_id(0).to(tl.int64), 28 - step % 8 * 4
 
@@ -87,7 +90,8 @@ def _at(step):
 def _next_state(left, step, by_mass, top_p, SPLITS: tl.constexpr):
     """Return the state after a step.
 
-    Its digit is the largest one at or above which the wanted amount is reached.
+    The step's digit is the largest value for which the tokens at or above it reach the wanted
+    amount.
     """
     s_S = tl.arange(0, SPLITS)[:, None]
     j_J = tl.arange(0, DIGIT)
@@ -125,7 +129,8 @@ def narrow(
     """Find one digit of an edge.
 
     Steps 0 to 7 find the first edge: by count with top-k, otherwise by probability. Steps 8 to 15
-    run with top-k and top-p. They find a second edge by probability, above the first one.
+    run only with both top-k and top-p. They find a second edge by probability, among the tokens
+    that top-k keeps.
     """
     top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     is_idle = not tl.where(step < 8, has_k | has_p, has_k & has_p)
@@ -177,7 +182,8 @@ def narrow(
 
 @triton.jit
 def _edge(logits, settings, left, top, SPLITS: tl.constexpr):
-    """Return the key above which all tokens are kept, and how many of this split's equal ones."""
+    """Return the edge's key, above which all tokens are kept, and the number of tokens with this
+    key that are kept in this split."""
     top_k, top_p, has_k, has_p = _load_settings(logits, settings)
     edge = tl.full([], 0, tl.uint32)
     num_on_it = 0.0

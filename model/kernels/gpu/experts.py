@@ -1,11 +1,11 @@
 """Routed experts of few (token, expert) pairs: two grouped products.
 
-A program computes a block of outputs of one expert, for all pairs of the expert (pairs.py). These
-are few in a decode step, so weights are read once. Pairs are not padded, and the host does not wait
-for the routing.
+A program computes a block of outputs of one expert, for all pairs of the expert (pairs.py). An
+expert has few pairs in a decode step, so its weights are read once. Pairs are not padded, and the
+host does not wait for the routing.
 
-Shape legend: N tokens, P (token, expert) pairs, S slots of experts, D hidden, F their width,
-T tokens, K experts of a token, M pairs of a tile.
+Shape legend: N tokens, P (token, expert) pairs, S slots of experts, D hidden, F their width, T
+tokens, K experts of a token, M pairs of a tile.
 """
 
 import torch
@@ -67,7 +67,8 @@ def fused_experts(
 
 
 def values_of(weights: Weights) -> tuple[Tensor, Tensor]:
-    """Return values and scales. Without scales the second item is a placeholder, never read."""
+    """Return values and scales. Without scales, the second item is a placeholder that is never
+    read."""
     return weights if isinstance(weights, Fp8BlockWeight) else (weights, weights)
 
 

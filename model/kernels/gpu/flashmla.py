@@ -1,10 +1,11 @@
-"""MLA of decode steps by FlashMLA (github.com/deepseek-ai/FlashMLA), from 64 pairs of head and row.
+"""MLA of decode steps by FlashMLA (github.com/deepseek-ai/FlashMLA), for 64 or more (head, row)
+pairs per sequence.
 
-The operator comes from the wheel of sglang-kernel (the extra ``gpu``). At this size one Triton
-program fills a processor, and its loads, softmax and products do not overlap.
+The operator comes from the wheel of sglang-kernel (the extra ``gpu``). At this size, one program of
+the Triton kernel (attend.py) fills a processor, and its loads, softmax and products do not overlap.
 
-Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, N width of what is absorbed,
-C latent width, R rotary width, L = C + R, P pages of a table.
+Shape legend: B sequences, Q query rows of each, X = B * Q, H heads, N width of what is absorbed, C
+latent width, R rotary width, L = C + R, P pages of a table.
 """
 
 from importlib.util import find_spec

@@ -21,7 +21,8 @@ QUANTUM = tl.constexpr(BLOCK)
 
 
 def quantise(x_NK: Tensor, power_of_2_scales: bool) -> Fp8BlockWeight:
-    """Quantise each 128 values of a row by their largest (arXiv:2412.19437, 3.3.2).
+    """Quantise each 128 values of a row, scaled by their largest absolute value (arXiv:2412.19437,
+    3.3.2).
 
     Returns FP8 values [N, K] and fp32 scales [N, ceil(K / 128)]. With ``power_of_2_scales`` the
     scales are rounded up to powers of two (``scale_fmt`` ue8m0 of the checkpoint).
@@ -52,7 +53,7 @@ def factor_at(scale, k, K: tl.constexpr):
 def mixed_dot(x_MK, w_NK):
     """Multiply x by FP8 weights that are converted to the dtype of x.
 
-    The conversion goes through fp32: the direct one to bf16 is slower than memory.
+    The conversion goes through fp32, because the direct one to bf16 is slower than reading memory.
     """
     w_NK = w_NK.to(tl.float32).to(x_MK.dtype)
     return tl.dot(x_MK, tl.trans(w_NK), input_precision="ieee")

@@ -18,7 +18,7 @@ MAX_PAIRS_PER_PASS = 8 * PAIRS
 """Maximum number of pairs for the sort in which the program of each slot scans all pairs. More
 pairs are sorted in chunks of ``PAIRS`` by a counting sort."""
 COMPARED_PAIRS = 128
-"""Number of pairs that the counting sort compares with each other."""
+"""Number of pairs that the counting sort compares with each other at once."""
 
 
 class Pairs(NamedTuple):
@@ -28,7 +28,8 @@ class Pairs(NamedTuple):
         order_P: Pairs sorted by slot.
         starts_S: First position of each slot in ``order_P``.
         num_programs: One program per slot, or one per pair if there are fewer pairs than slots.
-        by_pair: Programs belong to pairs. The program of a slot's first pair computes all of them.
+        by_pair: Whether there is one program per pair. That of a slot's first pair then computes
+            all pairs of the slot.
         num_scanned: Number of pairs that each program scans, 0 if pairs are sorted. ``order_P`` and
             ``starts_S`` are unused if it is not 0.
     """

@@ -178,7 +178,8 @@ def _over(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Return the softmax state after a range of slots. Without ``IS_EDGE`` every row sees all."""
+    """Return the softmax state after a range of slots. Without ``IS_EDGE`` every row sees all of
+    them."""
     kv, latent, kv_row, latent_row = keys
     q_MN, q_MR, num_seen_M, scale = rows
     top_M, sum_M, out_MV = state

@@ -61,9 +61,10 @@ def product(
         dtype: Dtype of the result.
         num_processors: Number of processors to occupy.
         num_halves: Number of parts of M with separate scales: 2 for gate and up, otherwise 1.
-        rows: Sorted pairs, whose rows use the matrix of their slot; rows of slot S are undefined.
-            None: all rows use slot 0.
-        is_back: Rows of x are sorted and rows of the result are in pair order, not vice versa.
+        rows: Pairs sorted by slot; each uses the matrix of its slot. Results of slot S are
+            undefined. None: all rows use slot 0.
+        is_back: True: x is sorted by slot, and the result is in pair order. False: x has one row
+            per token, and the result is sorted by slot.
     """
     (values, x_scales), (matrices, w_scales) = values_of(x), values_of(w)
     num_slots, num_out, width = matrices.shape
@@ -165,7 +166,7 @@ def _turn(NUM_N: tl.constexpr):
     """Return the row tile and the output block of this program.
 
     Programs that run at the same time compute all blocks of a few row tiles, which belong to few
-    slots. So they share what they read.
+    slots. Thus they share the rows and weights that they read.
     """
     first = tl.program_id(0) // (TILES_AT_ONCE * NUM_N) * TILES_AT_ONCE
     num = min(tl.num_programs(0) // NUM_N - first, TILES_AT_ONCE)

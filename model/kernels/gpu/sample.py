@@ -1,8 +1,9 @@
 """Sampling from adjusted logits, and their filtered distribution (see model/sampling/sampler.py).
 
 Rows are split over programs, in successive launches. Filters need no sort (edges.py). Sums are
-computed in a fixed order, independent of the batch. They differ from torch's in the last bits. So a
-token at the edge of top-p may be kept by one and filtered out by the other.
+computed in a fixed order, independent of the batch. They differ in the last bits from the sums of
+the torch implementation. So a token at the edge of top-p may be kept by one implementation and
+filtered out by the other.
 
 Shape legend: see edges.py.
 """
@@ -116,7 +117,8 @@ def _key(seed, index):
 def _gumbel(key, token):
     """Return the Gumbel noise of stream TARGET in model/sampling/sampler.py.
 
-    1 - u is exact in fp64.
+    Unlike sampler.py, this kernel takes log(1 - u) instead of log1p(-u), because 1 - u is exact in
+    fp64.
     """
     bits = _mix(_mix(key ^ token) ^ (key >> 16))
     u = (bits.to(tl.float64) + 0.5) / 4294967296.0

@@ -18,7 +18,7 @@ from tandem.model.kernels.gpu.fp8 import quantise
 from tandem.model.kernels.gpu.kernels import TritonKernels
 
 MIN_CUBLAS_ROWS = 1024
-"""Minimum number of rows for cuBLAS. From there on nothing is faster (pull request 49932 of
+"""Minimum number of rows for cuBLAS. From this number on, it is the fastest (pull request 49932 of
 vLLM)."""
 
 
@@ -57,8 +57,8 @@ class VendorKernels(TritonKernels):
 def by_cublas(x: Fp8BlockWeight, w: Fp8BlockWeight) -> Tensor:
     """Multiply quantised rows x by one FP8 matrix, which gives [X, M] bf16.
 
-    In memory, rows are adjacent in the scales of x and groups in those of w. The numbers of rows
-    and of groups must be multiples of 4 (pull request 166752 of pytorch).
+    In memory, the scales of x are contiguous along rows, those of w along groups. The numbers of
+    rows and of groups must be multiples of 4 (pull request 166752 of pytorch).
     """
     scales_XG = x.scales.t().contiguous().t()
     of = F.ScalingType

@@ -16,7 +16,8 @@ ALL_TO_ALL = "all_to_all"
 def create_dispatch(
     config: ModelConfig, section: RankConfig, kind: str, rank: int, placement: Placement | None
 ) -> Dispatch:
-    """Create the dispatch of one rank of a gang. Without ``placement`` experts are in order.
+    """Create the dispatch of one rank of a gang. Without ``placement``, experts are placed in the
+    order of their ids.
 
     Raises ValueError if the experts cannot be spread evenly.
     """

@@ -1,4 +1,4 @@
-"""Dispatch by all-gather: every rank receives all tokens and returns outputs to their ranks.
+"""Dispatch by all-gather: every rank receives all tokens and sends back its experts' outputs.
 
 Takes two collectives per layer. With few ranks most ranks hold an expert of each token anyway.
 Every rank knows the tokens of all others, so no counts have to be exchanged.
@@ -20,9 +20,9 @@ from tandem.model.network.experts import Experts
 class AllGatherDispatch(ExpertParallelDispatch):
     """Dispatch by all-gather.
 
-    With ``is_static`` every rank returns K outputs for each token, computed or not. No shape
-    depends on the routing then and the host never waits, as CUDA graphs need. Otherwise ranks
-    return only the outputs they computed.
+    With ``is_static``, every rank returns K outputs for each token, computed or not. Then no shape
+    depends on the routing and the host never waits, as CUDA graphs require. Otherwise ranks return
+    only the outputs that they computed.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Interface of expert dispatch, and its implementation for a single rank.
 
-A dispatch sends tokens to the ranks of their experts and returns one output for each expert.
-The token's own rank sums these (model/network/moe.py). Therefore neither the number of ranks nor
-replicas of experts change a sum.
+A dispatch sends tokens to the ranks of their experts and returns one output for each expert. The
+token's own rank sums these (model/network/moe.py). A sum therefore depends neither on the number of
+ranks nor on replicas of experts.
 Shape legend: T tokens of this rank, K experts per token, D hidden, R ranks.
 """
 
@@ -16,7 +16,8 @@ from tandem.model.network.experts import Experts
 
 
 class CollectiveGroup(Protocol):
-    """Collectives of a gang (runtime/gang/collectives.py). All ranks call them in one order."""
+    """Collectives of a gang (runtime/gang/collectives.py). All ranks call them in the same
+    order."""
 
     rank: int
     num_ranks: int
@@ -63,11 +64,13 @@ class Dispatch:
         assert group is None, "a gang of one rank has no collectives"
 
     def num_sent_rows(self) -> list[list[int]]:
-        """Return the real rows sent to each expert, by layer and expert; waits for the device."""
+        """Return the number of rows sent by this rank, by layer and expert, without padding. Waits
+        for the device."""
         return []
 
     def num_computed_rows(self) -> list[int]:
-        """Return the rows computed by this rank's experts, by layer; waits for the device."""
+        """Return the number of rows that this rank's experts computed, by layer. Waits for the
+        device."""
         return []
 
     def run_experts(

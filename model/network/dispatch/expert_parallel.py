@@ -36,7 +36,7 @@ class ExpertParallelDispatch(Dispatch):
         num_experts = len(placement.expert_slots(0))
         self._sent_LE = torch.zeros(len(tables), num_experts, dtype=torch.int64, device=device)
         self._computed_L = torch.zeros(len(tables), dtype=torch.int64, device=device)
-        # Also on the device, because a captured graph cannot read a flag of the host.
+        # A copy of the flag is on the device, because a captured graph cannot read one on the host.
         self._is_counting = True
         self._is_counting_1 = torch.ones(1, dtype=torch.int64, device=device)
 
@@ -83,9 +83,10 @@ class ExpertParallelDispatch(Dispatch):
         return slots_TK
 
     def local_slots(self, layer: int, slots_NK: Tensor) -> Tensor:
-        """Return slots relative to this rank's first, ``num_slots`` for those of other ranks.
+        """Return slots relative to this rank's first slot; those of other ranks become
+        ``num_slots``.
 
-        Counts the rows of this rank.
+        Also counts the rows that this rank computes.
         """
         mine_NK = slots_NK - self._rank * self.num_slots
         is_mine = (mine_NK >= 0) & (mine_NK < self.num_slots)
@@ -103,8 +104,8 @@ class ExpertParallelDispatch(Dispatch):
     ) -> Tensor:
         """Run the experts on the received tokens and return the outputs to the sending ranks.
 
-        Sender and receiver order pairs by token, then by position in K. Each can thus derive the
-        counts from the slots. The host waits for these counts.
+        Sender and receiver order pairs by token, then by position in K. Each can thus derive from
+        the slots how many outputs it sends and receives. The host waits for these numbers.
 
         Args:
             layer: Index among the MoE layers.

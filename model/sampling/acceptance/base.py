@@ -61,7 +61,8 @@ class VerifyResult:
 
 
 COUNT_BASE = 256
-"""Upper bound on the positions of a row in one step, for ``VerifyOutcome.counts_B``."""
+"""Factor that separates the two numbers in ``Outcome.counts_B``. A row has fewer positions per
+step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +131,15 @@ class VerifyInput:
             deterministic drafts.
         adjusted_BN1V: Logits of the main model after bias, penalties and min_tokens, before
             temperature.
-        targets_BN1: Tokens that the main model samples from these logits with the request's own
-            noise.
+        targets_BN1: Tokens that the main model samples from these logits. The random noise is a
+            function of the request's seed and the output index.
         sampling: Sampling settings.
         acceptance: Acceptance settings.
         num_output_B: Number of tokens emitted before this step.
         thinking_B: True if the position of the first draft is in the thinking part.
         think_ids: Tokens that start and end the thinking part; read by the relaxed rules only.
         tree: The tree of drafts, None for chains.
-        num_B: Number of valid drafts per row, the first ones. None if all N are valid.
+        num_B: Number of valid drafts per row; they come first. None if all N are valid.
     """
 
     drafts_BN: Tensor
@@ -155,8 +156,8 @@ class VerifyInput:
 
 
 SampledDraft = tuple[Tensor, Tensor | None]
-"""Draft tokens [B] and the distribution that they were sampled from [B, V]. The latter is None if a
-draft is a function of its logits."""
+"""Draft tokens [B] and the distribution that they were sampled from [B, V]. The latter is None if
+the acceptance rule does not need it."""
 DraftSampler = Callable[[Tensor, SamplingRows, Tensor], SampledDraft]
 """Function of (adjusted draft logits [B, V], sampling settings, output index [B])."""
 CandidateRanker = Callable[[Tensor, SamplingRows, Tensor, Tree, int], TopCandidates]

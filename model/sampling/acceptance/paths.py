@@ -31,8 +31,9 @@ def before_drafts(verify_input: VerifyInput) -> Tensor:
 
 
 def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor) -> VerifyResult:
-    """Emit the accepted drafts unchanged, then one target: that of the first rejected draft, or
-    that after the last draft. ``score_BN`` breaks ties between the paths of a tree."""
+    """Emit the accepted drafts unchanged, then one token of the main model (``targets_BN1``): in
+    place of the first rejected draft, or after the last draft. ``score_BN`` breaks ties between the
+    paths of a tree."""
     drafts_BN = verify_input.drafts_BN
     targets_BN1 = verify_input.targets_BN1
     if verify_input.tree is not None:
@@ -47,7 +48,8 @@ def emit_accepted(verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor
 def deepest_path(
     verify_input: VerifyInput, passes_BN: Tensor, score_BN: Tensor | None = None
 ) -> VerifyResult:
-    """Emit the drafts of the deepest accepted path unchanged, then the target at its end.
+    """Emit the drafts of the deepest accepted path unchanged, then the main model's token at its
+    end.
 
     Ties go to the greatest sum of scores, then to the earliest node.
     """

@@ -1,9 +1,9 @@
 """Rejection sampling: a draft x sampled from q is accepted with probability min(1, p(x) / q(x)).
 
-The output distribution is exactly p, but the tokens also depend on the drafts. They are therefore
-not a function of the seed alone. The draft, the coin and the token after a rejection use separate
-noise streams at their output index. A later step may reuse the noise of a position that was not
-reached, because that noise had no effect.
+The output distribution is exactly p. The tokens depend on the drafts too, so that the seed alone
+does not determine them. At each output index, separate noise streams are used to sample the draft,
+to decide its acceptance, and to sample the token after a rejection. A later step may reuse the
+noise of a position that was not reached, because that noise had no effect.
 Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
@@ -24,7 +24,8 @@ from tandem.model.sampling.sampler import COIN, DRAFT, RESIDUAL, SamplingRows, s
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """Accept drafts by p/q and sample one token after them. Rows of temperature 0 are strict.
+    """Accept drafts by p/q and sample one token after them. Rows of temperature 0 use strict
+    acceptance.
 
     After a rejection the token comes from the residual norm(max(p - q, 0)), otherwise from p.
     """
@@ -51,8 +52,8 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 def _num_accepted(verify_input: VerifyInput, p_BN1V: Tensor) -> Tensor:
     """Return the number of accepted drafts per row.
 
-    Computes in float64 so that u * q cannot underflow to 0, which would accept tokens of
-    probability 0.
+    A draft is accepted if u * q <= p for a uniform random number u. Computes in float64, where the
+    product cannot underflow to 0 and so accept tokens of probability 0.
     """
     drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
     p_BN = p_BN1V[:, :-1].gather(2, drafts_BN1).squeeze(2).double()
@@ -125,4 +126,4 @@ REJECTION_GREEDY = AcceptanceRule(
     top_by_logits,
     lambda verify_input: accept_drafts(replace(verify_input, q_BNV=None)),
 )
-"""Rejection sampling for drafts that are a function of their logits: q is 1 at the draft."""
+"""Rejection sampling for deterministic drafts: q is 1 at the draft."""

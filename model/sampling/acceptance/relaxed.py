@@ -2,8 +2,9 @@
 
 Lossy, for greedy requests. The rule is that of TensorRT-LLM: the draft is among the top N tokens,
 and at most delta less likely than the best. Likelihood is the probability, as in TensorRT-LLM's
-kernel, or the log probability, as in its documentation. Unlike there, each draft has the thinking
-phase of its own position. A chain that crosses the end of the thinking part is strict after it.
+kernel, or the log probability, as in its documentation. Unlike in TensorRT-LLM, the rule applies to
+each draft by its own position: after the end of the thinking part, the drafts of a chain must pass
+the strict rule.
 Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
@@ -21,10 +22,10 @@ from tandem.model.sampling.thinking import thinking_before
 
 
 def accept_drafts(score: Callable[[Tensor], Tensor], verify_input: VerifyInput) -> VerifyResult:
-    """Emit the accepted drafts unchanged, then one target.
+    """Emit the accepted drafts unchanged, then one token that the main model chose.
 
-    The target is that of the first rejected draft, or that after the last draft. ``score`` maps log
-    p(x) to the scale of delta: a draft's score must reach that of the best token minus delta.
+    This token replaces the first rejected draft, or follows the last draft. ``score`` maps log p(x)
+    to the scale of delta: a draft's score must reach that of the best token minus delta.
     """
     thinking_BN = thinking_before(
         thinking_B=verify_input.thinking_B,

@@ -1,7 +1,7 @@
 """Strict acceptance: a draft passes iff it is the token that the main model itself chose.
 
-Lossless: the emitted tokens are those of decoding without drafts. Drafts of sampled rows use the
-noise of the token that they predict, which raises the acceptance rate.
+Lossless: the emitted tokens are those of decoding without drafts. In sampled rows, a draft is
+sampled with the same noise as the token that it predicts. This raises the acceptance rate.
 Shape legend: B rows, N drafts of this step, N1 = N + 1 positions, V vocabulary.
 """
 
@@ -19,7 +19,8 @@ from tandem.model.sampling.sampler import SamplingRows, draw
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """Accept the longest path of drafts equal to the targets, and emit one more target."""
+    """Accept the longest path of drafts that the main model chose too, and emit one more of its
+    tokens."""
     passes_BN = paths.is_target(verify_input)
     if verify_input.tree is not None:
         return paths.deepest_path(verify_input, passes_BN)

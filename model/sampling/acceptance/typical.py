@@ -18,7 +18,8 @@ _TINY = 1e-5
 
 
 def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
-    """Accept typical drafts and emit one target after them. Greedy batches are strict."""
+    """Accept typical drafts and emit one token of the main model after them. Batches in which all
+    rows are greedy use strict acceptance."""
     if verify_input.sampling.all_greedy or not verify_input.drafts_BN.shape[1]:
         return strict.accept_drafts(verify_input)
     rows = verify_input.sampling
