@@ -68,8 +68,8 @@ class MtpLayer(DecoderLayer):
 class MtpDrafter(Drafter):
     """A drafter that applies one MTP layer repeatedly.
 
-    Pass 1 writes the cache entries of the pending tokens from their true hidden states. Its last
-    row, the head row, yields draft 1. Passes 2..n run the head row alone, on the layer's own
+    Pass 1 writes the cache entries of the pending tokens from the main model's hidden states. Its
+    last row, the head row, yields draft 1. Passes 2..n run the head row alone, on the layer's own
     normalised output. Outputs of other rows are not computed.
 
     Embedding, output matrix and RoPE tables are those of the main model.

@@ -57,7 +57,7 @@ class MtpRows:
     Attributes:
         tokens_BM: Tokens emitted since the last pass 1; the first ``num_pending_B[b]`` of row b are
             valid.
-        hidden_BMD: True hidden state of the main model for the token before each of them.
+        hidden_BMD: Hidden state of the main model for the token before each of them.
         num_pending_B: Number of pending tokens, m.
         is_first_unknown_B: True if the hidden state before the first pending token was not handed
             over and is zero here. That token's row of pass 1 then writes no cache entry.
@@ -78,8 +78,8 @@ def first_pass_batch(
     In MTP only the last row, the head row, attends (``head_batch`` in mtp.py).
 
     Every row writes its cache entry, except for the first row if its hidden state was not handed
-    over (``is_first_unknown_B``). The entry that the prefill rank wrote for that row is right and
-    stays.
+    over (``is_first_unknown_B``). The entry that the prefill rank wrote for that row is correct and
+    is kept.
     """
     row_Q = torch.arange(width, device=context.num_known_B.device)
     slots_BQ = (context.num_known_B - lag - state.num_pending_B).unsqueeze(1) + row_Q
@@ -102,7 +102,8 @@ def first_pass_batch(
 
 
 def later_slots(num_known_B: Tensor, num_passes: int, lag: int = 1) -> Tensor:
-    """Return the slots [N, B] that passes 2, 3, ... write. Their entries are provisional.
+    """Return the slots [N, B] that passes 2, 3, ... write. Their entries are provisional, because
+    they depend on drafts.
 
     Pass k runs the head row alone, on draft k-1 and the output of pass k-1, at slot L-2-lag+k.
     """

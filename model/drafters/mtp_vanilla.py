@@ -40,7 +40,8 @@ class PassWindow:
 
     Attributes:
         tokens_BT: Tokens that module 1 reads, followed by all drafts so far.
-        hidden_XD: Output of the previous module for each row; the main model's before module 1.
+        hidden_XD: Output of the previous module for each row. For module 1: the hidden state of the
+            main model.
         slots_BW: Slot of each row.
         num_real_B: Number of rows that belong to the text, H + m. The last one is the head row.
         is_first_unknown_B: True if the prefill rank has written the entries of the first pending
@@ -264,7 +265,8 @@ class VanillaDrafter(MtpDrafter):
 def prepend_history(
     tokens_BH: Tensor, hidden_BHD: Tensor, rows: MtpRows, num_pending: int
 ) -> MtpRows:
-    """Return ``rows`` with the history before their first ``num_pending`` places for tokens."""
+    """Return ``rows`` with the given history before the first ``num_pending`` of their pending
+    tokens."""
     return replace(
         rows,
         tokens_BM=torch.cat((tokens_BH, rows.tokens_BM[:, :num_pending]), 1),

@@ -106,8 +106,7 @@ class Kernels(Sampler):
     """Number that the widths of heads and latents must be a multiple of."""
 
     owns_outputs = False
-    """Whether a replayable function keeps its output tensors and overwrites them in its next
-    call."""
+    """Whether replayable functions keep their outputs and overwrite them in the next call."""
 
     supports_fp8_blocks = False
     """Whether weights can stay in the block-scaled FP8 format of the checkpoint."""
@@ -186,8 +185,7 @@ class Kernels(Sampler):
     ) -> Tensor:
         """Compute absorbed MLA (arXiv:2405.04434, 2.1) over each sequence's pages: [X, H, V].
 
-        The torch implementation copies the pages first. Its shapes depend only on the page table's
-        width.
+        Torch copies the pages first; its shapes depend only on the width of the page table.
 
         Args:
             q_XHK: Queries. The last R values of each head are rotated here.
@@ -353,8 +351,8 @@ class Kernels(Sampler):
         self, out_TKD: Tensor, weights_TK: Tensor, branch_TD: Tensor | None
     ) -> BranchOutput:
         """Sum each token's weighted expert outputs in fp32, best expert first, and add
-        ``branch_TD``. Some kernels defer this work to ``add_rms_norm``; it can then read the result
-        only once."""
+        ``branch_TD``. Some kernels leave this to ``add_rms_norm``, which can read the result only
+        once."""
         y_TD = out_TKD[:, 0].float() * weights_TK[:, :1]
         for k in range(1, out_TKD.shape[1]):
             y_TD = torch.addcmul(y_TD, out_TKD[:, k].float(), weights_TK[:, k : k + 1])

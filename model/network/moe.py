@@ -74,7 +74,7 @@ class MoE(KernelModule):
         self.shared_experts = GatedMLP(config.hidden_size, shared_width) if shared_width else None
 
     def forward(self, x_TD: Tensor, real_T: Tensor | None = None) -> BranchOutput:
-        """Return the branch output for x [T, D], which the next norm adds to the residual stream.
+        """Return the layer's output for x [T, D], which the next norm adds to the residual stream.
 
         ``real_T`` is False for padding rows, None without padding. The order in which expert
         outputs are summed depends only on the token, not on the ranks that computed them.

@@ -34,9 +34,9 @@ class LogprobRows:
 def raw_logprobs(logits_BNV: Tensor, tokens_BN: Tensor, num_top: int) -> LogprobRows:
     """Return the log probabilities of ``tokens_BN`` and of the ``num_top`` most likely tokens.
 
-    ``num_top`` may be 0. ``topk`` over a whole vocabulary is slow. So take the ``num_top`` blocks
-    with the largest maxima, which contain the largest values, and then the top values within these
-    blocks.
+    ``num_top`` may be 0. ``topk`` over a whole vocabulary is slow. Therefore the ``num_top`` blocks
+    with the largest maxima, which contain the largest values, are found first. The top values are
+    then found within these blocks.
     """
     log_p_BNV = logits_BNV.log_softmax(-1)
     chosen_BN = log_p_BNV.gather(-1, tokens_BN.unsqueeze(-1)).squeeze(-1)

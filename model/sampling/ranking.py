@@ -21,8 +21,8 @@ class TopCandidates(NamedTuple):
     Attributes:
         tokens_BQK: Candidate tokens of each node.
         log_probs_BQK: Log probability of each candidate given its node.
-        scores_BQK: Logarithm of the value of each candidate's position in a tree; a tree keeps the
-            positions of the highest scores.
+        scores_BQK: Score of each candidate's position in a tree, as a logarithm. A tree keeps the
+            positions with the highest scores.
         q_BQV: Distribution that the candidates of the rows ``drawn_B`` were sampled from, without
             replacement. None if no row is sampled.
         drawn_B: True for rows whose candidates were sampled. None if no row is sampled.

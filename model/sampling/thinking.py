@@ -16,8 +16,8 @@ _NO_TOKEN = -1
 def thinking_before(
     thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds | None, tree: Tree | None = None
 ) -> Tensor:
-    """Return the phase [B, N] at the position of each draft. ``thinking_B`` is the phase at the
-    first draft."""
+    """Return whether the position of each draft is in the thinking part: bool [B, N].
+    ``thinking_B`` is the value for the first draft."""
     if think_ids is None or drafts_BN.shape[1] == 0:
         return thinking_B.unsqueeze(1).expand(drafts_BN.shape)
     if tree is not None:
@@ -30,7 +30,8 @@ def thinking_before(
 def phase_after(
     thinking_B: Tensor, tokens_BM: Tensor, num_emitted_B: Tensor, think_ids: ThinkIds | None
 ) -> Tensor:
-    """Return the phase [B] after the first ``num_emitted_B`` of ``tokens_BM``."""
+    """Return whether the position after the first ``num_emitted_B`` of ``tokens_BM`` is in the
+    thinking part: bool [B]."""
     if think_ids is None:
         return thinking_B
     place_M = torch.arange(tokens_BM.shape[1], device=tokens_BM.device)
@@ -39,10 +40,10 @@ def phase_after(
 
 
 def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tree: Tree) -> Tensor:
-    """Return the phase after each draft's parent.
+    """Return whether the position after each draft's parent is in the thinking part: bool [B, N].
 
-    The last think token on the path decides, or ``thinking_B`` if there is none. Later nodes of a
-    path have higher numbers.
+    The last token on the path that starts or ends the thinking part decides, or ``thinking_B`` if
+    there is none. Later nodes of a path have higher numbers.
     """
     begin_id, end = think_ids
     bits_BN = tree.bits_BQ.gather(1, tree.parent_BQ[:, 1:])
@@ -57,7 +58,8 @@ def _tree_phases(thinking_B: Tensor, drafts_BN: Tensor, think_ids: ThinkIds, tre
 
 
 def _phases(thinking_B: Tensor, tokens_BM: Tensor, think_ids: ThinkIds) -> list[Tensor]:
-    """Return the phase before the first token and after each of the M tokens: M + 1 masks [B]."""
+    """Return whether the positions before the first token and after each of the M tokens are in the
+    thinking part: M + 1 masks [B]."""
     begin_id, end = think_ids
     begins_BM = tokens_BM == begin_id
     stays_BM = tokens_BM != end

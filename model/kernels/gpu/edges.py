@@ -13,8 +13,8 @@ Shape legend: X places, S splits, V tokens of a split, J values of a digit.
 
 ``settings`` are columns of SamplingRows. ``left`` has three tensors. The first is the largest key
 and token of each split [X, S]. The second has the results of the splits [slots, X, S, 2, J]. The
-third has states [slots, X, 4]. A state is the key as far as it is found, the amount above it, the
-wanted amount, and the floor: the key above which tokens count at all.
+third has states [slots, X, 4]. A state is the digits of the key found so far, the amount above that
+key, the wanted amount, and the floor. Only tokens with keys above the floor count.
 """
 
 import triton

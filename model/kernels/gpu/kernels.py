@@ -22,7 +22,7 @@ from tandem.model.kernels.gpu.moves import CachePointers
 from tandem.model.kernels.replayable import Function, ReplayableFunction
 
 MANY_PAIRS = 32
-"""Number of pairs per expert from which on pairs are sorted and computed in tiles of rows."""
+"""Minimum number of pairs per expert for which pairs are sorted and computed in tiles of rows."""
 
 
 class TritonKernels(Kernels):

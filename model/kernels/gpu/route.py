@@ -14,7 +14,8 @@ from tandem.model.kernels.base import Routing
 FEW_TOKENS_MAX = 64
 """Maximum number of tokens for which the gate product is split along D to occupy the device."""
 MIN_VALUES = 256
-"""Number of values of D in a part, doubled if D is large. A program loads this many at once."""
+"""Number of values of D in a part, doubled if D is large. A program loads up to this number at
+once."""
 
 
 def logits(x_TD: Tensor, weight_ED: Tensor) -> Tensor:

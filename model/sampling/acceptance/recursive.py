@@ -53,8 +53,8 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
 def _try_node(walk: _Walk, verify_input: VerifyInput, node: int, p_BV: Tensor) -> None:
     """Try ``node`` in every row whose walk has reached the node's parent.
 
-    The node is accepted if u * q <= r for a uniform random number u. Computes in float64, where the
-    product cannot underflow to 0 and so accept tokens of probability 0.
+    The node is accepted if u * q <= r for a uniform random number u. Computes in float64: if the
+    product underflowed to 0, tokens of probability 0 would be accepted.
     """
     tree = verify_input.tree
     rows = verify_input.sampling

@@ -52,8 +52,8 @@ def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
 def _num_accepted(verify_input: VerifyInput, p_BN1V: Tensor) -> Tensor:
     """Return the number of accepted drafts per row.
 
-    A draft is accepted if u * q <= p for a uniform random number u. Computes in float64, where the
-    product cannot underflow to 0 and so accept tokens of probability 0.
+    A draft is accepted if u * q <= p for a uniform random number u. Computes in float64: if the
+    product underflowed to 0, tokens of probability 0 would be accepted.
     """
     drafts_BN1 = verify_input.drafts_BN.unsqueeze(2)
     p_BN = p_BN1V[:, :-1].gather(2, drafts_BN1).squeeze(2).double()
