@@ -1,1 +1,1 @@
-"""The decode rank: RPC ``service``, step ``planning`` and tensor ``program``."""
+"""The decode rank: ``service`` (RPC), ``planning`` (of steps) and ``program`` (tensor programs)."""

@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 class DecodeEngine:
     """Runs the decode steps of all active sequences of a rank.
 
-    ``on_updates`` receives the updates of every step, ``on_grant`` each sequence that was given a
-    row and pages. Both are called on the engine thread. ``planner`` decides every step together
-    with the other ranks and defaults to the planner of the rank's gang. The page pool and the
-    caches may be shared with a prefill engine on the same thread.
+    ``on_updates`` receives the updates of every step. ``on_grant`` receives the identity of each
+    sequence that was given a row and pages. Both are called on the engine thread. ``planner``
+    agrees on every step with the other ranks. By default, it is the planner of the rank's gang. The
+    page pool and the caches may be shared with a prefill engine on the same thread.
 
     ``step_s`` is the total time spent in steps, in seconds. ``program_s`` is the part of it that
     was spent in tensor programs.
@@ -97,7 +97,7 @@ class DecodeEngine:
         self.step_s = self.program_s = 0.0
 
     def enqueue(self, identity: Identity, size: RequestSize) -> None:
-        """Queue for a row and pages. ``on_grant`` is called once they are held.
+        """Queue a sequence for a row and pages. ``on_grant`` is called once it holds them.
 
         Raises the errors of ``Scheduler.enqueue``.
         """
@@ -117,7 +117,7 @@ class DecodeEngine:
         Args:
             first_token: First output token. The prefill node has already emitted it.
             features_F: Drafter features of the last prompt tokens. None if none were handed over.
-            is_suspect: Whether the first steps run this sequence alone.
+            is_suspect: Whether the sequence must run alone in its first steps.
 
         Raises:
             HandoverError: The sequence no longer holds a granted row.
@@ -125,14 +125,14 @@ class DecodeEngine:
         sequence = self.scheduler.build_running(identity, request, is_suspect)
         sequence.backlog = self._catch_up.initial_backlog
         self._launcher.rows.add_row(sequence, first_token, features_F)
-        # A sequence without output left ended with its first token and waits to be dropped.
+        # Without output left, the first token was the last one; the caller drops the sequence.
         if sequence.num_output_left > 0:
             self.scheduler.start_steps(sequence)
 
     def drop(self, identity: Identity) -> bool:
-        """End a sequence or its wait for a row, without an update.
+        """End a sequence, or its wait for a row, without an update.
 
-        Return False if the engine does not hold a row for it.
+        Returns False if the sequence held no row.
         """
         dropped = self.scheduler.drop(identity)
         self._may_capture_or_profile = self._may_capture_or_profile or self._captures_ahead
@@ -186,14 +186,14 @@ class DecodeEngine:
     def _advance(self) -> None:
         """Run one iteration: allocate pages, propose, get the plan, launch, read results.
 
-        The plain loop reads the step that it has just launched. The overlapped loop reads the
-        previous step while the device runs the new one. A sequence that turns out to have finished
-        then runs one wasted step, and its row and pages are freed after that step. Both loops emit
-        the same tokens.
+        Without overlap, the step that was just launched is read. With overlap, the previous step is
+        read while the device runs the new one. A sequence whose end is found in the previous step
+        then runs one wasted step. Its row and pages are freed after that step. The tokens are the
+        same in both cases.
 
-        Two cases fall back to the plain order. Before a preemption, all tokens must be read. While
-        a sequence is suspected of crashing ranks, steps must not overlap, so that a crash can be
-        attributed to one step.
+        Two situations suspend the overlap. Before a preemption, all tokens must be read. While a
+        sequence is suspected of crashing ranks, only one step may be in flight, so that a crash can
+        be attributed to it.
         """
         overlaps = self._is_overlapped and not self.scheduler.has_suspects()
         if not overlaps or self.scheduler.must_preempt():
@@ -203,14 +203,15 @@ class DecodeEngine:
         plan = None
         if sequences or self._planner.is_step_requested or self._may_capture_or_profile:
             plan = self._planner.plan(self._proposal(sequences)).key
-            # A serving step may leave a program to capture. A plan of None means that there is
-            # nothing to capture or profile until the next ``drop`` or serving step.
+            # A serving step may request a program that is captured later. A plan of None means
+            # that there is nothing to capture or profile until the next ``drop`` or serving step.
             self._may_capture_or_profile = plan is not None and (
                 self._may_capture_or_profile or self._captures_ahead
             )
         if plan is not None and plan.purpose == CAPTURE:
             self._collect(num_kept=0)
-            # A capture takes long, and no sequence may be blamed if it crashes the rank.
+            # A capture takes long, so updates must not wait for it. If it crashes the rank, no
+            # sequence may be in the crash journal.
             self._publish_updates()
             with self._planner.collective_section():
                 self._launcher.capture_program(self._launcher.prepare([], plan))
@@ -220,7 +221,10 @@ class DecodeEngine:
         self._collect(num_kept=1 if overlaps and plan is not None else 0)
 
     def _grow_or_preempt(self) -> None:
-        """Allocate pages for the next steps. Preempted sequences can resume from their output."""
+        """Allocate pages for the next steps, and preempt sequences if pages run out.
+
+        A preempted sequence can resume from its output tokens.
+        """
         preempted = self.scheduler.grow_or_preempt()
         self._counters["num_preempted"] += len(preempted)
         self._updates += [
@@ -228,8 +232,11 @@ class DecodeEngine:
             for sequence in preempted
         ]
 
-    def _proposal(self, sequences: list[RunningSequence]) -> StepProposal:
-        """Return the rank's proposal, with the report of the step read last unless already sent."""
+    def _proposal(self, sequences: list[RunningSequence]) -> Proposal:
+        """Return the rank's proposal for the next step.
+
+        The proposal includes the report of the step read last, unless that was sent already.
+        """
         report = self._report
         self._report = None
         uncapturable = tuple(self.programs.uncapturable)
@@ -246,8 +253,8 @@ class DecodeEngine:
     def _launch(self, sequences: list[RunningSequence], plan: StepPlan) -> None:
         """Launch the planned step.
 
-        If it cannot be prepared, its sequences fail and a step of padding rows is launched. The
-        other ranks run the agreed step in any case.
+        If it cannot be prepared, its sequences fail, and a step of padding rows is launched
+        instead. The rank must run the agreed step in any case, because the other ranks run it.
         """
         try:
             step = self._launcher.prepare(sequences, plan)
@@ -277,7 +284,7 @@ class DecodeEngine:
                 self._updates += self._emit(sequence=sequence, row=i, run=runs[i], step=step)
 
     def _record_in_flight(self, sequences: Iterable[RunningSequence]) -> None:
-        """Record the sequences that this iteration puts at risk.
+        """Record ``sequences`` as being at risk in this iteration.
 
         They fail if the iteration raises, and become suspects if it kills the process.
         """
@@ -286,7 +293,10 @@ class DecodeEngine:
         self._crash_journal.record_in_flight("decode", self._at_risk, is_isolated)
 
     def _publish_updates(self) -> None:
-        """Publish the updates of this iteration. Sequences in flight stay in the crash journal."""
+        """Publish the updates of this iteration.
+
+        After that, the crash journal holds only the sequences of steps in flight.
+        """
         updates = self._updates
         self._updates = []
         self._at_risk = {}
@@ -298,9 +308,9 @@ class DecodeEngine:
     def _emit(
         self, sequence: RunningSequence, row: int, run: RowOutput, step: InFlightStep
     ) -> Iterator[SequenceUpdate]:
-        """Yield the sequence's new tokens, then an error update if its next logits are not finite.
+        """Yield an update with new tokens, and an error update if the next logits are not finite.
 
-        A sequence that has ended, for either reason, is dropped.
+        The sequence is dropped if it has ended for either reason.
         """
         kept_ids, reason = truncate_at_stop(
             run.token_ids, sequence.stop_ids, sequence.num_output_left

@@ -1,4 +1,4 @@
-"""A prefill rank's ends of channels: at most one per decode rank, for its latest epoch."""
+"""Channels that decode ranks have opened to a prefill rank: at most one per decode rank."""
 
 from functools import partial
 
@@ -12,7 +12,10 @@ from tandem.kv_transfer.waiting import open_with_deadline
 
 
 class AcceptedChannels:
-    """All channels that decode ranks opened to this prefill rank. Owned by one asyncio loop."""
+    """All channels that decode ranks have opened to this prefill rank. Owned by one asyncio loop.
+
+    The channel of a decode rank belongs to the latest epoch of that rank.
+    """
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
         self._endpoint = endpoint
@@ -23,10 +26,10 @@ class AcceptedChannels:
         return sum(managed.is_usable for _, managed in self._accepted.values())
 
     async def accept(self, hello: Connect) -> str:
-        """Start to build this end of a channel and drop the peer's previous one.
+        """Start to build the prefill rank's end of a channel and drop the peer's previous channel.
 
         Returns:
-            HOST:PORT of the store in which the decode rank meets this end.
+            HOST:PORT of the store through which the decode rank connects to this end.
 
         Raises:
             HandoverError: The peer has a channel of a later epoch.
@@ -51,12 +54,12 @@ class AcceptedChannels:
         return await self._accepted[nonce][1].channel()
 
     def drop(self, nonce: str, reason: str) -> None:
-        """End a channel, if it is known; one that is still being built ends once it is."""
+        """End a channel, if it is known. If it is still being built, it ends after that."""
         if nonce in self._accepted:
             self._accepted.pop(nonce)[1].drop(reason)
 
     def sweep(self, idle_s: float) -> None:
-        """Drop channels that were not used for ``idle_s`` seconds."""
+        """Drop channels that have not been used for ``idle_s`` seconds."""
         for nonce, (_, managed) in list(self._accepted.items()):
             if managed.is_idle(idle_s):
                 self.drop(nonce, f"not used for {idle_s} s")

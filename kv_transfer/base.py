@@ -1,4 +1,4 @@
-"""Channels between two ranks: ordered tensor transfers, ended by the first error."""
+"""Channels between two ranks: ordered streams of tensor transfers, ended by the first error."""
 
 import logging
 import queue
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
-    """One end of a connection between two ranks; the backends implement it.
+    """One end of a connection between two ranks. Each backend implements this interface.
 
     One thread posts transfers, of which several may be pending. A second thread waits for them in
     order and destroys the transport after the last one. Any thread may call ``abort``.
@@ -37,7 +37,8 @@ class Transport(Protocol):
     def destroy(self) -> None:
         """Release the backend's resources.
 
-        Blocks until no posted transfer can access its tensor any more, also if it then raises.
+        Blocks until no posted transfer can access its tensor any more, even if it raises after
+        that.
         """
 
 
@@ -62,18 +63,18 @@ class Transfer:
 class Channel:
     """An ordered stream of tensor transfers over a transport, which the channel owns.
 
-    Both ends number their transfers in the same order. Transfers are posted without waiting for
-    earlier ones, so that the startup of one overlaps with the previous one. After an error or
-    ``abort``, pending transfers fail at once and new ones are refused.
+    Both ends number their transfers in the same order. A transfer is posted without waiting for
+    earlier ones, so that its startup overlaps with them. After an error or ``abort``, pending
+    transfers fail at once and new ones are refused.
 
-    If the backend hangs while it is destroyed, ``terminal`` never resolves. The hang is logged;
-    only the end of the process frees that memory.
+    If the backend hangs while it is destroyed, ``terminal`` never resolves. The hang is logged. The
+    memory of the transfers then stays in use until the process ends.
 
     Attributes:
         timeout_s: Maximum time of a transfer, measured from the end of the previous one.
         num_transfers: Number of transfers so far, which is the id of the next one.
-        requested_chunks: Numbers of the latest 64 chunk requests (messages.Send); not transfer
-            ids, because some requests fail before a transfer.
+        requested_chunks: Numbers of the latest 64 chunk requests (messages.Send). They differ from
+            transfer ids, because some requests fail before a transfer.
         terminal: Resolves when no memory given to the channel can be accessed any more: after the
             transport was destroyed, with or without an error.
         failure: The first error, None while the channel is usable.
@@ -140,7 +141,7 @@ class Channel:
             log.exception("channel %s: abort failed", self.name)
 
     def _log_late_end(self) -> None:
-        # A transport without an abort ends after its own timeout. At twice that it hangs.
+        # A transport that cannot be aborted ends after its own timeout. Twice that time is a hang.
         late_s = 2 * self.timeout_s
         text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
         watch = threading.Timer(late_s, log.error, (text, self.name, late_s, self.failure))
@@ -175,7 +176,8 @@ class Channel:
     def _attempt(self, transfer: Transfer, work: Callable[..., Any], *args: Any) -> Any:
         """Return the result of ``work``, None if the channel has failed or ``work`` raises.
 
-        An exception ends the channel; from then on only ``terminal`` shows when memory is free.
+        An exception ends the channel. After that, only ``terminal`` shows when the memory of
+        transfers is no longer in use.
         """
         try:
             return work(*args) if self.failure is None else None

@@ -5,7 +5,7 @@ import torch
 from tandem.core.config import TandemConfig
 
 DEFAULT_TOKENS_PER_ROW = 2048
-"""Tokens per row that the default number of pages of a CPU rank is made for."""
+"""Number of tokens per row for which a CPU rank has pages by default."""
 FREE_MEMORY_SHARE = 0.1
 """Share of a GPU's memory that pages leave free, for activations and CUDA graphs."""
 
@@ -13,10 +13,11 @@ FREE_MEMORY_SHARE = 0.1
 def default_num_pages(
     config: TandemConfig, device: torch.device, max_sequence_tokens: int, bytes_per_token: int
 ) -> int:
-    """Return the number of pages if ``kv.num_pages`` is not configured.
+    """Return the number of KV pages of a rank if ``kv.num_pages`` is not configured.
 
-    On a CPU all rows have pages for DEFAULT_TOKENS_PER_ROW tokens. On a GPU pages fill the free
-    memory except FREE_MEMORY_SHARE. Either suffices for one sequence of the maximum length.
+    On a CPU, there are pages for DEFAULT_TOKENS_PER_ROW tokens in every row. On a GPU, pages fill
+    the free memory, except for FREE_MEMORY_SHARE of the total. In both cases, at least one sequence
+    of the maximum length fits.
 
     Args:
         max_sequence_tokens: Maximum length of a sequence.

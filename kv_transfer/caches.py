@@ -16,8 +16,9 @@ DeviceEvent = torch.cuda.Event
 Copy = Callable[[Sequence[Tensor], Tensor, Tensor, bool], None]
 """Function ``copy(layers, slots_T, rows_LTW, is_gather)`` that copies entries of all layers.
 
-If ``is_gather``, it copies the entries at ``slots_T`` of the ``layers`` ([num_slots, W] each) to
-``rows_LTW``, otherwise back to the layers. Layers and rows have the same integer type.
+If ``is_gather``, it copies the entries in the slots ``slots_T`` of the ``layers`` ([num_slots, W]
+each) to ``rows_LTW``. Otherwise it copies ``rows_LTW`` to these slots. Layers and rows have the
+same integer type.
 """
 
 
@@ -33,14 +34,14 @@ class Span(NamedTuple):
 class PagedCaches:
     """Cache tensors of all groups, with copies between pages and staging.
 
-    ``gather`` and ``scatter`` run in parallel with engine steps, on one thread and, on GPUs, on a
-    separate stream. No step accesses the same entries at that time. The copies are complete on
-    return.
+    ``gather`` and ``scatter`` are called on one thread, in parallel with engine steps. On GPUs they
+    use a separate stream. No step accesses the same entries at that time. The copies are complete
+    on return.
 
     Args:
         tensors: Tensors ``[num_pages, page_size, width]`` by group name, one per layer.
-        pool: The pages.
-        dtype: Layout.dtype, as are ``model``, ``num_features`` and ``computed_by``.
+        pool: The rank's page pool.
+        dtype: Field of ``Layout``, as are ``model``, ``num_features`` and ``computed_by``.
         copy: Copy function of the kernels, None for the default of the device.
     """
 
@@ -73,7 +74,7 @@ class PagedCaches:
         }
         self.device = self._tensors[groups[0].name][0].device
         self._copy = copy or copy_for_device(self.device)
-        # torch shares pooled streams of one priority; steps use another (see nccl.py).
+        # torch may share this stream with others of its priority; steps use another priority.
         self._stream = torch.cuda.Stream(self.device, -1) if self.device.type == "cuda" else None
 
     def record_event(self) -> DeviceEvent | None:
@@ -88,7 +89,7 @@ class PagedCaches:
         return event
 
     def gather(self, span: Span, out: Tensor, event: DeviceEvent | None = None) -> None:
-        """Copy the entries of ``span`` to ``out``, a ``staging_view``, after ``event``."""
+        """Wait for ``event``, then copy the entries of ``span`` to ``out``, a ``staging_view``."""
         with self.on_copy_stream(event):
             rows = _widest_view(out)
             slots_T = self.slots_T(span)
@@ -113,7 +114,10 @@ class PagedCaches:
 
     @contextmanager
     def on_copy_stream(self, event: DeviceEvent | None) -> Iterator[None]:
-        """Launch work on the copy stream, after ``event``, and wait for it on exit."""
+        """Return a context that launches work on the copy stream, after ``event``.
+
+        Leaving the context waits for that work. On CPUs it has no effect.
+        """
         if self._stream is None:
             yield
             return

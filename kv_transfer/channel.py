@@ -1,7 +1,8 @@
 """Channels over torch.distributed: each is a process group of two ranks, of gloo or NCCL.
 
-There is no default group. A prefill rank is rank 0 of all its channels and hosts one TCPStore, on
-the configured address. The two ends of a channel meet there under the channel's nonce.
+There is no default group. A prefill rank is rank 0 of all its channels. It hosts one TCPStore, on
+the configured address. In this store, the two ends of a channel find each other by the channel's
+nonce.
 """
 
 import threading
@@ -54,14 +55,14 @@ class ChannelFactory:
             return self._address
 
     def accept(self, nonce: str, peer: str) -> Channel:
-        """Build the prefill rank's end and warm it up.
+        """Build the prefill rank's end of a channel and warm it up.
 
         Raises HandoverError if the decode rank does not connect in time.
         """
         return self._make(self.listen(), nonce, peer, rank=0)
 
     def connect(self, address: str, nonce: str, peer: str) -> Channel:
-        """Build the decode rank's end and warm it up.
+        """Build the decode rank's end of a channel and warm it up.
 
         Raises HandoverError if the prefill rank does not connect in time.
         """
@@ -82,12 +83,12 @@ class ChannelFactory:
 
 
 def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
-    """Transfer one byte each way, so that sockets, communicators and threads exist.
+    """Transfer one byte each way, so that sockets, communicators and threads exist afterwards.
 
     Raises HandoverError if that is not done by ``ends_at``, on the clock of ``time.monotonic``.
     """
     element = torch.zeros(1, dtype=torch.uint8, device=device)
-    # The reference keeps the tensor until the channel is terminal, also if the warm-up fails.
+    # This reference keeps the tensor until the channel is terminal, even if the warm-up fails.
     channel.terminal.add_done_callback(lambda _: element.numel())
     for sender in (0, 1):
         transfer = channel.send(element) if rank == sender else channel.recv(element)
@@ -101,9 +102,9 @@ def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
 
 
 def create_channel_factory(backend: str, host: str, timeout_s: float = 30.0) -> ChannelFactory:
-    """Create the channel factory of the ``backend`` "gloo" or "nccl".
+    """Create the channel factory for the ``backend`` "gloo" or "nccl".
 
-    Raises ValueError for another name, and for a host that NCCL cannot be bound to.
+    Raises ValueError for another name, or if NCCL cannot be bound to ``host``.
     """
     if backend == "gloo":
         return ChannelFactory(GlooBackend(host, timeout_s), host, timeout_s)

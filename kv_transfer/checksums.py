@@ -1,13 +1,13 @@
 """Checksums of KV pages, which detect bits flipped in transfer or memory.
 
-They are enabled by ``kv_transfer.checksums``. A checksum covers a part: ``size`` consecutive
-tokens in all layers of a group. It is the sum of the part's words, each multiplied by an odd factor
-of its position, modulo 2^64. A word has eight bytes, or one if the entry size is no multiple of
-eight.
+``kv_transfer.checksums`` enables them. A checksum covers one part: the entries of ``size``
+consecutive tokens in all layers of a group. To compute it, each word of the part is multiplied by
+an odd factor that depends on its position. The checksum is the sum of these products modulo 2^64. A
+word has eight bytes, or one if the entry size is no multiple of eight.
 
-An odd factor has an inverse, so a change of one word always changes the sum. The factors are
-pseudo-random, so that equal changes, such as those of a stuck bit, do not cancel. They come from
-the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
+An odd factor has an inverse modulo 2^64, so a change of one word always changes the sum. The
+factors are pseudo-random, so that equal changes of several words, such as those of a stuck bit, do
+not cancel out. They come from the finalizer of SplitMix64 (Steele et al., OOPSLA 2014).
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _STRIDE, *_MIX = (
     for constant in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 PARTS_PER_PASS = 64
-"""Maximum parts in one pass; bounds the temporary copies of the entries that are read."""
+"""Maximum number of parts in one pass. Bounds the temporary copies of the entries that are read."""
 
 
 class PageChecksums:
     """Checksums of a prefill rank's pages.
 
-    The checksum of a full page is cached until the page changes hands. A page in the prefix cache
-    thus keeps the checksum of its first hand-over.
+    The checksum of a full page is cached until the page is freed. A page that stays in the prefix
+    cache thus keeps the checksum of its first hand-over.
     """
 
     def __init__(self, caches: PagedCaches) -> None:
@@ -46,8 +46,8 @@ class PageChecksums:
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         """Generation and checksum by group name and page."""
 
-    def of(self, now: ComputedTokens) -> Checksums:
-        """Return the checksums of all computed tokens. Must be called on one thread."""
+    def of(self, now: ComputedPrefix) -> Checksums:
+        """Return the checksums of all tokens of ``now``. All calls must be on the same thread."""
         size = self._caches.pool.page_size
         groups = {group.name: self._of(group, now, size) for group in self._caches.layout.groups}
         return Checksums(size, groups)
@@ -66,7 +66,7 @@ class PageChecksums:
 
 
 async def verify_checksums(pull: "PullState") -> None:
-    """Compare checksums of the pulled pages with those of the prefill rank.
+    """Compare the checksums of the pulled pages with those of the prefill rank.
 
     Raises HandoverError if they differ.
     """
@@ -92,7 +92,7 @@ def compute_checksums(
 ) -> tuple[int, ...]:
     """Checksum every ``size`` consecutive tokens of ``span``, starting at its first token.
 
-    The entries are read after ``event``. The checksums are final on return.
+    The entries are read once ``event`` has occurred. The checksums are final on return.
     """
     checksums: list[int] = []
     for lo in range(span.lo, span.hi, size * PARTS_PER_PASS):

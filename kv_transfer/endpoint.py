@@ -18,13 +18,14 @@ Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 5.0
 """Maximum seconds that ``TransferEndpoint.close`` waits for background calls to peers.
 
-Peers that miss them detect the end by expired leases and idle channels. The time is below the
-default of ``control.stop_timeout_s`` (10 s), after which a stopping rank is killed.
+A peer that does not receive its call detects the end later, by an expired lease or an idle channel.
+This time is below the default of ``control.stop_timeout_s`` (10 s), after which a stopping rank is
+killed.
 """
 
 
 class EngineThread(Protocol):
-    """The engine's thread (runtime/engine_loop.py).
+    """Interface of the engine's thread (runtime/engine_loop.py).
 
     ``post`` queues a function, which runs between two steps. ``fail`` ends the rank.
     """
@@ -40,12 +41,13 @@ class Deadlines:
 
     Attributes:
         wait_s: Maximum time that a prefill rank holds a long poll (messages.Pull).
-        call_s: Maximum time of a control call, in addition to the time a poll is held.
-        progress_s: A pull fails when no new token was computed for this long. The time that a
-            known prompt is queued for prefill does not count.
+        call_s: Maximum time of a control call, in addition to the time that the prefill rank may
+            hold the call.
+        progress_s: A pull fails when no new token was computed for this long. Time in the queue of
+            the prefill rank does not count.
         staging_s: Maximum time that a chunk waits for a staging buffer of the decode rank.
-        idle_s: The decode rank drops a channel that is unused for this long, the prefill rank
-            after twice that time.
+        idle_s: The decode rank drops a channel that is unused for this long, the prefill rank after
+            twice that time.
         quarantine_s: A staging buffer that is in quarantine for this long counts as stuck.
     """
 
@@ -85,7 +87,10 @@ class TransferEndpoint:
         )
 
     def check_staging(self) -> None:
-        """End the rank if over half of its buffers are stuck in quarantine: the backend hangs."""
+        """End the rank if over half of its staging buffers are stuck in quarantine.
+
+        The backend then hangs: it does not end its failed transfers.
+        """
         late = self.staging.num_quarantined(self.deadlines.quarantine_s)
         if late > self.staging.num_buffers // 2:
             self.engine.fail(HandoverError(f"{late} staging buffers do not leave quarantine"))

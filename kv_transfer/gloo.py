@@ -10,7 +10,7 @@ from tandem.net.groups import Store, gloo_group
 
 
 class GlooBackend:
-    """Creates gloo transports, which listen on the address ``host`` only."""
+    """Creates gloo transports. Their sockets listen on the address ``host`` only."""
 
     name = "gloo"
     device = "cpu"
@@ -20,7 +20,10 @@ class GlooBackend:
         self._timeout_s = timeout_s
 
     def join(self, store: Store, rank: int) -> Transport:
-        """Join as ``rank`` 0 or 1. Raises RuntimeError if the other end does not join in time."""
+        """Connect to the other end. This end is rank 0 or 1 of the group.
+
+        Raises RuntimeError if the other end does not connect in time.
+        """
         return GlooTransport(
             gloo_group(
                 store=store, rank=rank, num_ranks=2, host=self._host, timeout_s=self._timeout_s
@@ -42,7 +45,7 @@ class GlooTransport:
         posted.wait(timedelta(seconds=timeout_s))
 
     def abort(self) -> None:
-        """Do nothing: a gloo wait can only end by its timeout or by the peer's closing."""
+        """Do nothing. Gloo cannot abort a wait: it ends by timeout or when the peer closes."""
 
     def destroy(self) -> None:
         self._group = None

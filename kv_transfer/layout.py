@@ -1,7 +1,7 @@
 """Format of a rank's cache entries, and the check that two ranks have compatible formats.
 
-The page size is not part of it: entries are transferred token by token, so the page sizes of two
-ranks may differ.
+The page size is not part of the format. Entries are transferred token by token, so the page sizes
+of two ranks may differ.
 """
 
 from collections.abc import Collection
@@ -38,7 +38,8 @@ class Layout:
         model: Digest of the checkpoint that computes the entries.
         num_features: Number of feature values that are handed over with the KV (Seal.features).
         protocol: Version of the hand-over messages.
-        computed_by: Identity of the drafter that computes entries, "" without separate weights.
+        computed_by: Digest of separate drafter weights that determine entries, "" if there are
+            none.
     """
 
     groups: tuple[Group, ...]
@@ -64,7 +65,10 @@ class Layout:
         raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
 
     def compatibility_facts(self) -> tuple[str, ...]:
-        """Return one line per property of the format, identical on every machine."""
+        """Return one line of text per property of the format.
+
+        Ranks with the same format return the same lines on every machine.
+        """
         groups = (
             f"{group.name}: {group.num_layers} x {group.bytes_per_token} B" for group in self.groups
         )
@@ -78,7 +82,7 @@ def check_compatible(offered: Collection[str], wanted: Collection[str]) -> None:
     """Raise LayoutMismatch if a fact in ``wanted`` is missing in ``offered``.
 
     Args:
-        offered: ``Layout.compatibility_facts`` of the prefill rank, which may have more.
+        offered: ``Layout.compatibility_facts`` of the prefill rank, which may contain more facts.
         wanted: ``Layout.compatibility_facts`` of the decode rank.
     """
     if missing := [fact for fact in wanted if fact not in offered]:

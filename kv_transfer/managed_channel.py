@@ -18,7 +18,7 @@ class ManagedChannel:
     Attributes:
         nonce: Name of the channel, the same at both ends.
         building: Coroutine that builds the channel; started at once.
-        close_remote: Closes the peer's end; called when a channel that was built is dropped.
+        close_remote: Closes the peer's end. Called when the channel is dropped after it was built.
             None on prefill ranks, whose peers close their own ends.
     """
 
@@ -41,7 +41,7 @@ class ManagedChannel:
         return time.monotonic() - self._used_at > for_s
 
     async def channel(self) -> Channel:
-        """Wait until the channel is built and return it; raise its error if it failed.
+        """Wait until the channel is built and return it; raise its error if it has failed.
 
         Cancelling the wait does not cancel the construction.
         """
@@ -52,7 +52,7 @@ class ManagedChannel:
         return channel
 
     def drop(self, reason: str) -> None:
-        """End the channel in the background; one that is still being built ends once it is."""
+        """End the channel in the background. If it is still being built, it ends after that."""
         self.tasks.start(self._drop(reason))
 
     async def _drop(self, reason: str) -> None:

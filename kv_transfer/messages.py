@@ -7,7 +7,7 @@ connect        Connect       ConnectReply  start to build the prefill rank's end
 pull           Pull          PullReply     wait for tokens that are not pulled yet, or the seal
 send           Send          SendReply     copy a chunk into staging and start to send it
 checksums      Identity      Checksums     checksum the pages of a sequence
-renew          Identity      Empty         restart the lease; no effect if not open yet
+renew          Identity      Empty         restart the lease; no effect before the offer opens
 release        Release       Empty         end the offer and its lease; may be repeated
 close_channel  CloseChannel  Empty         drop the prefill rank's end of the channel
 =============  ============  ============  ====================================================
@@ -46,12 +46,12 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Request to open a channel; it replaces the decode rank's previous one.
+    """Request to open a channel, which replaces the decode rank's previous channel.
 
     Attributes:
         peer: Name of the decode rank, the same in all epochs.
         epoch: Epoch of the decode rank.
-        nonce: Random name of the channel, under which both ends meet.
+        nonce: Random name of the channel, by which its two ends find each other.
         backend: Transport of the decode rank, "gloo" or "nccl"; both ends must use the same.
         caches: ``Layout.compatibility_facts`` of the decode rank.
     """
@@ -73,7 +73,10 @@ class ConnectReply:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Long poll for tokens beyond the first ``num_pulled``, or the seal, for up to ``wait_s``."""
+    """Long poll for more than ``num_pulled`` computed tokens, or for the seal.
+
+    The prefill rank replies after at most ``wait_s`` seconds.
+    """
 
     identity: Identity
     num_pulled: int
@@ -86,8 +89,8 @@ class Seal:
 
     Attributes:
         first_token: The first output token.
-        features: Raw bytes of the main model's features that the drafter needs of the last prompt
-            tokens. None if it needs none, or if ``speculation.handover_hidden`` is false.
+        features: Raw bytes of main-model features of the last prompt tokens, for the drafter. None
+            if it needs none, or if ``speculation.handover_hidden`` is false.
         features_dtype: Element type of ``features``, such as "bfloat16"; "" without them.
         generations: Generations of the prefill rank's pages, added by its ``OfferBook``.
     """
@@ -144,7 +147,8 @@ class SendReply:
         transfer_id: Sequence number of the transfer on its channel.
         num_bytes: Size of the chunk.
         first_page: Index of the first page read, counted from the start of the sequence.
-        generations: Generations of the prefill rank's pages from ``first_page`` on, when read.
+        generations: Generations of the prefill rank's pages from ``first_page`` on, at the time
+            when the chunk was read.
     """
 
     transfer_id: int

@@ -13,7 +13,8 @@ from tandem.net.nccl import configure_nccl, nccl_group
 
 EVENT_POLL_S = 0.0005
 SETTLE_S = 1.0
-"""Maximum seconds between the completion of work and its event; later the work has failed."""
+"""Maximum seconds between the completion of a transfer and its CUDA event. If the event takes
+longer, the transfer counts as failed."""
 
 
 class NcclBackend:
@@ -26,7 +27,7 @@ class NcclBackend:
         configure_nccl(host)
 
     def join(self, store: Store, rank: int) -> Transport:
-        """Join as ``rank`` 0 or 1. The first transfer creates the communicator."""
+        """Create this end as ``rank`` 0 or 1. The first transfer creates the communicator."""
         return NcclTransport(nccl_group(store, rank, 2, max_ctas=4), rank, self.device)
 
 
@@ -44,7 +45,11 @@ class NcclTransport:
         self._lock = threading.Lock()
 
     def post(self, direction: Direction, tensor: Tensor, transfer_id: int) -> Any:
-        """Enqueue a transfer. NCCL has no tags; control calls agree on the order of transfers."""
+        """Enqueue a transfer.
+
+        NCCL ignores ``transfer_id``, because it has no tags. Control calls keep the order of
+        transfers the same at both ends.
+        """
         operation = self._group.send if direction == "send" else self._group.recv
         with torch.cuda.stream(self._stream):
             work = operation([tensor], self._peer_rank, transfer_id)
@@ -69,14 +74,14 @@ class NcclTransport:
             raise ConnectionAbortedError("aborted")
 
     def abort(self) -> None:
-        """Abort the group. A communicator that is created during an abort needs another one."""
+        """Abort the group. ``destroy`` repeats this for a communicator created during an abort."""
         self._aborting.set()
         with self._lock:
             if self._group is not None:
                 self._group.abort()
 
     def destroy(self) -> None:
-        """Abort the group and wait for the last event, also if the abort fails.
+        """Abort the group and wait for the last event, even if the abort fails.
 
         Only the event proves that no kernel accesses memory any more.
         """

@@ -57,8 +57,8 @@ class OpenOffer:
 class OfferBook:
     """All offers of a prefill rank. Owned by one asyncio loop.
 
-    An identity is unknown, then open with a lease, then ended for good. It may end before it is
-    opened.
+    An identity is at first unknown, then open with a lease, and finally ended. It may also end
+    without having been open.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
@@ -101,8 +101,8 @@ class OfferBook:
     def advance(self, identity: Identity, now: ComputedTokens, seal: Seal | None = None) -> None:
         """Record progress of an offer; ignored if the offer has ended.
 
-        Known pages keep the generation they were added with, so that the generation of a later
-        owner of a page never passes the check.
+        Known pages keep the generation with which they were added. If such a page later gets
+        another owner, its new generation differs, and ``check_generations`` fails.
 
         Args:
             identity: The sequence, which must not be sealed yet.
@@ -125,14 +125,14 @@ class OfferBook:
         self._notify(identity)
 
     def end(self, identity: Identity, reason: str) -> OpenOffer | None:
-        """End an identity, known or not. Return its offer if it was open."""
+        """End an identity, even an unknown one. Return its offer if it was open."""
         entry = self._open.pop(identity, None)
         self._ended.add(identity, reason)
         self._notify(identity)
         return entry
 
     def sweep(self) -> dict[Identity, OpenOffer]:
-        """End offers with an expired lease and return them. Forget those that ended long ago."""
+        """End offers whose lease has expired and return them. Forget those that ended long ago."""
         now = self._clock()
         self._ended.sweep()
         expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}

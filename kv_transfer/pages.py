@@ -9,13 +9,13 @@ from tandem.core.pages import DUMMY_PAGE
 class PagePool:
     """Pool of the pages 1 to ``num_pages - 1``, with ``page_size`` tokens each.
 
-    Owned by one thread; any thread may check generations. The generation of a page changes when it
-    is allocated and when it is freed. A (page, generation) pair recorded during an allocation is
-    therefore valid exactly until the page is freed.
+    Owned by one thread; any thread may check generations. The generation of a page changes when the
+    page is allocated and when it is freed. A generation that was recorded while a page was
+    allocated is therefore valid exactly until the page is freed.
 
     The prefix cache (prefill_node/prefix_cache.py) may hold a reference to a page. A page without
-    any other reference is idle. When free pages run out, the pool calls ``reclaim(num_pages)``,
-    with which the prefix cache drops its references to up to ``num_pages`` idle pages.
+    any other reference is idle. When free pages run out, the pool calls ``reclaim(num_pages)``. The
+    prefix cache then drops its references to up to ``num_pages`` idle pages.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -68,7 +68,7 @@ class PagePool:
         return self._refcounts[page]
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to allocated pages."""
+        """Add one reference to each of the allocated ``pages``."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free and cannot be retained"
             self._num_idle -= self._is_idle(page)
@@ -102,14 +102,14 @@ class PagePool:
         return tuple(self._generations[page] for page in pages)
 
     def check_generations(self, pages: Sequence[int], generations: Sequence[int]) -> None:
-        """Raise StalePages if a page changed hands since its generation was recorded."""
+        """Raise StalePages if a page was freed after its generation was recorded."""
         for page, generation in zip(pages, generations, strict=True):
             now = self._generations[page]
             if now != generation:
                 raise StalePages(f"page {page}: generation {generation} noted, {now} now")
 
     def check_integrity(self) -> None:
-        """Assert that every page is either free once or allocated, and the dummy page neither."""
+        """Assert that every page is either free or allocated, and the dummy page neither."""
         free = set(self._free)
         assert len(free) == len(self._free), "a page is free twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"

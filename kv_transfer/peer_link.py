@@ -1,4 +1,4 @@
-"""A decode rank's connections: one link per epoch of a prefill rank."""
+"""A decode rank's connections to prefill ranks: one link per epoch of a prefill rank."""
 
 import asyncio
 import logging
@@ -20,9 +20,10 @@ from tandem.kv_transfer.waiting import open_with_deadline, wait_for_transfer
 
 log = logging.getLogger(__name__)
 MAX_CHUNKS_PER_LINK = 3
-"""Maximum chunks of one link in flight.
+"""Maximum number of chunks of one link in flight.
 
-One is read by the prefill rank, one is on the network, and the request for one is on its way.
+Typically, the prefill rank reads the first one, the second is on the network, and the request for
+the third is on its way.
 """
 
 
@@ -30,9 +31,9 @@ One is read by the prefill rank, one is on the network, and the request for one 
 class PeerLink:
     """Connection to one epoch of a prefill rank, over which all of its chunks are received.
 
-    A caller of ``reserve_slot`` must then call ``transfer_chunk``. At most MAX_CHUNKS_PER_LINK
-    chunks are in flight, which bounds the staging that a stopped peer can block. The channel is
-    rebuilt after a failure.
+    Each chunk in flight needs one of MAX_CHUNKS_PER_LINK slots. This bounds the staging that a
+    stopped peer can block. A caller of ``reserve_slot`` must then call ``transfer_chunk``, which
+    frees the slot. The channel is rebuilt after a failure.
 
     Attributes:
         local_rank: Name and epoch of this rank, sent to the prefill rank.
@@ -84,7 +85,7 @@ class PeerLink:
         return self._managed is not None and self._managed.is_usable
 
     def drop_if_idle(self, idle_s: float) -> None:
-        """End the channel if it was not used for ``idle_s`` seconds."""
+        """End the channel if it has not been used for ``idle_s`` seconds."""
         if (
             self._managed is not None
             and self._managed.is_idle(idle_s)
@@ -112,8 +113,8 @@ class PeerLink:
     async def transfer_chunk(self, identity: Identity, span: Span, buffer: Buffer) -> SendReply:
         """Receive one chunk of the prefill rank's pages into ``buffer``.
 
-        Must run to its end. On an error the buffer returns to the pool once nothing can write to
-        it any more. Errors other than the two below end the channel.
+        The call must not be cancelled. After an error, the buffer returns to the pool once nothing
+        can write to it any more. Errors other than the two below end the channel.
 
         Raises:
             SequenceEnded: The prefill rank no longer offers the sequence.

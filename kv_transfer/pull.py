@@ -14,7 +14,7 @@ from tandem.kv_transfer.peer_link import PeerLink
 from tandem.kv_transfer.staging import Buffer
 
 MAX_CHUNKS_IN_FLIGHT = 4
-"""Maximum chunks of one pull in flight: one is scattered while others are received.
+"""Maximum number of chunks of one pull in flight: one is scattered while others are received.
 
 The limit lets the chunks of concurrent pulls interleave.
 """
@@ -28,7 +28,8 @@ class PullState:
         link: Connection to the prefill rank.
         pages: Pages of this rank to write the KV into.
         num_pulled: Tokens that are in the pages, the same number in all groups.
-        replies: Replies for the chunks in the pages, with the page generations that were read.
+        replies: Replies to the requests for the chunks in the pages. They name the page generations
+            that were read.
         wire_s: Seconds during which at least one chunk was in flight.
         transfers: Running transfers.
         window: Limits the chunks in flight to MAX_CHUNKS_IN_FLIGHT.
@@ -48,7 +49,7 @@ class PullState:
     )
 
     def check(self, ready: m.PullReply) -> None:
-        """Raise HandoverError if the reported number of tokens is impossible."""
+        """Raise HandoverError if the prefill rank reports an impossible number of tokens."""
         if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
                 f"{self.offer.identity}: {ready.num_tokens} tokens reported after "
@@ -89,9 +90,10 @@ class PullState:
         )
 
     async def fetch(self, span: Span) -> None:
-        """Pull one chunk into the pages and record its reply.
+        """Pull one chunk into the pages and record the reply to its request.
 
-        A chunk whose transfer is cancelled is received into staging and discarded.
+        If the call is cancelled during the transfer, the chunk is still received into staging and
+        then discarded.
         """
         async with self.window:
             buffer = await self.link.reserve_slot()
@@ -122,7 +124,9 @@ class PullState:
             self.endpoint.staging.free(buffer)
 
     async def _scatter(self, span: Span, buffer: Buffer) -> None:
-        """Copy a chunk from staging into the pages. After a cancellation no copy is running.
+        """Copy a chunk from staging into the pages.
+
+        If the call is cancelled, it returns only when no copy is running.
 
         Raises:
             HandoverError: The copy failed, for instance because device memory ran out.

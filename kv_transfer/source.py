@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class Source:
     """Serves the KV of one prefill rank to decode ranks. Must be created in a running asyncio loop.
 
-    ``open``, ``advance`` and ``fail`` are called on the engine thread and never block. They ignore
-    sequences that have ended. All other methods belong to the asyncio loop.
+    ``open``, ``advance`` and ``fail`` are called on the engine thread and never block. They have no
+    effect on sequences that have ended. All other methods must be called on the asyncio loop.
     """
 
     def __init__(self, endpoint: TransferEndpoint) -> None:
@@ -74,7 +74,7 @@ class Source:
         """Offer a sequence and start its lease.
 
         ``on_release`` is called exactly once, on the engine thread, however the offer ends. The
-        engine must not free the pages before.
+        engine must not free the pages before that call.
         """
         self._post(self._open, identity, on_release)
 
@@ -140,17 +140,17 @@ class Source:
         return await asyncio.wrap_future(computing)
 
     async def _send(self, message: m.Send) -> m.SendReply:
-        """Copy a chunk into staging and queue its transfer. Must run to its end.
+        """Copy a chunk into staging and queue its transfer. If this raises, nothing is sent.
 
-        Nothing is sent if it raises.
+        The call must not be cancelled.
 
         Raises:
-            SequenceEnded: The sequence is not offered, or not any more.
-            StalePages: A page changed hands before or while it was read.
+            SequenceEnded: The sequence is not offered, or no longer offered.
+            StalePages: A page was freed before or while it was read.
             HandoverError: The channel, the range of tokens or the number of the chunk is invalid.
         """
         channel = await self._channels.get(message.nonce)
-        # Requests may overtake each other within the length of the deque. The decode rank receives
+        # Requests may arrive out of order, within the length of the deque. The decode rank receives
         # each chunk once, so a repeated request must not send it again.
         if (
             message.number in channel.requested_chunks
@@ -196,7 +196,7 @@ class Source:
     def _span(self, message: m.Send) -> Span:
         """Return the requested span.
 
-        Raises HandoverError if it is not computed yet or larger than a staging buffer.
+        Raises HandoverError if the tokens are not computed yet or exceed a staging buffer.
         """
         group = self._layout.group(message.group)
         computed = self._book.get_open(message.identity).computed
@@ -213,8 +213,8 @@ class Source:
     async def _read(self, message: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
         """Copy a span into ``out``; return its first page index and its pages' generations.
 
-        Runs in parallel with prefill steps, which write other entries. The copy is valid if the
-        pages have not changed hands when it is complete, so generations are checked afterwards.
+        Runs in parallel with prefill steps, which write other entries. The copy is valid if no page
+        was freed before it was complete, so generations are checked afterwards.
         """
         caches = self._endpoint.caches
         computed = self._book.get_open(message.identity).computed
@@ -244,7 +244,7 @@ class Source:
         for identity, entry in self._book.sweep().items():
             log.warning("lease of %s expired", identity)
             self._call_on_engine(entry.on_release)
-        # A live decode rank drops an idle channel first. One that stays longer has a dead peer.
+        # A live decode rank drops an idle channel earlier, so an older one has a dead peer.
         self._channels.sweep(2 * self._endpoint.deadlines.idle_s)
 
 

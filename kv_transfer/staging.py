@@ -22,9 +22,9 @@ class Buffer:
 class StagingPool:
     """A pool of ``total_bytes // chunk_bytes`` buffers, reserved first come, first served.
 
-    The buffer freed last is reused first, so that the system never has to back CPU memory of
-    buffers that are not needed. Owned by one asyncio loop. Channels end a quarantine from other
-    threads, through that loop.
+    The buffer freed last is reused first. Buffers that are never needed therefore take no physical
+    CPU memory. Owned by one asyncio loop. Channels end a quarantine from other threads, through
+    that loop.
     """
 
     def __init__(self, total_bytes: int, chunk_bytes: int, pin: bool = False, device: str = "cpu"):
@@ -52,7 +52,7 @@ class StagingPool:
         return sum(at <= time.monotonic() - for_s for at in self._quarantined.values())
 
     async def reserve(self, timeout_s: float | None = None) -> Buffer:
-        """Wait for a buffer, in the order of the calls. Cancelling the wait loses no buffer.
+        """Wait for a free buffer. Calls are served in order. A cancelled wait loses no buffer.
 
         Raises HandoverError after ``timeout_s`` seconds; None waits indefinitely.
         """

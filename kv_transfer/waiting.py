@@ -15,15 +15,15 @@ log = logging.getLogger(__name__)
 SLACK_S = 1.0
 """Extra seconds before a timeout of this module fires.
 
-They let the backend's own timeout or the peer's error, which say more, arrive first.
+The backend's own timeout and the peer's error say more about the cause. They can arrive first.
 """
 
 
 async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> Channel:
     """Run the blocking function ``make`` on a separate thread and return its channel.
 
-    On a timeout, or if the caller is cancelled, the thread is abandoned. A channel that it still
-    makes is aborted.
+    On a timeout, or if the caller is cancelled, the thread is abandoned. If it makes a channel
+    after that, the channel is aborted.
 
     Raises:
         HandoverError: The channel was not set up within ``timeout_s`` plus SLACK_S.
@@ -40,11 +40,11 @@ async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> C
 
 
 async def wait_for_transfer(future: "Future[None]", channel: Channel) -> None:
-    """Wait for ``future``, a transfer's ``done``.
+    """Wait for ``future``, which is the ``done`` of a transfer.
 
     Raises:
-        HandoverError: The transfer failed, or the backend did not keep its own timeout. In both
-            cases the tensor must go into quarantine.
+        HandoverError: The transfer failed, or the backend exceeded its own timeout. In both cases
+            the tensor must go into quarantine.
     """
     await _within(future, channel.timeout_s + SLACK_S, f"channel {channel.name} hangs: no result")
 

@@ -1,7 +1,14 @@
 """The prefill engine of one rank: computes prompts into cache pages and samples first tokens.
 
-Runs on the engine thread. Shape legend: T tokens of a step, G chunks of it, E of these that end
-their prompt, D hidden, F features.
+Runs on the engine thread.
+
+Shape legend:
+    T: tokens of a step
+    G: chunks of a step
+    E: chunks that end their prompts
+    D: hidden size
+    F: features
+    V: vocabulary
 """
 
 import logging
@@ -33,7 +40,8 @@ from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 PromptResult = tuple[int, tuple[TokenLogprobs, ...], Tensor | None]
-"""Result of a completed prompt: first token or NO_TOKEN, its log probabilities, features [F]."""
+"""Result of a completed prompt: first token or NO_TOKEN, its log probabilities, and drafter
+features [F] or None."""
 NO_TOKEN = -1
 """Placeholder for a first token whose logits are not finite."""
 
@@ -43,7 +51,8 @@ class ChunkResult:
     """Progress of a sequence after a chunk.
 
     After the last chunk, ``first_token`` is the sampled token, with its ``logprobs`` if requested.
-    ``features_F`` are then the drafter's features of the last tokens, None if it needs none.
+    ``features_F`` then holds the features of the last prompt tokens that the drafter needs, or None
+    if it needs none.
     """
 
     sequence: PrefillSequence
@@ -54,14 +63,14 @@ class ChunkResult:
 
 @dataclass(frozen=True, slots=True)
 class PrefillInputs:
-    """Inputs of a step.
+    """Inputs of a prefill step.
 
     Attributes:
         requests: Requests whose prompts end in the step.
         next_GK: The K tokens after each chunk, UNKNOWN_TOKEN after the end of a prompt.
         ended_E: Indices of the chunks that end their prompts.
-        num_output_E: Number of output tokens emitted earlier, for each request.
-        sampling: Sampling settings of each request.
+        num_output_E: Number of output tokens that each of ``requests`` already has, if it resumes.
+        sampling: Sampling settings of each of ``requests``.
     """
 
     requests: list[Request]
@@ -76,9 +85,10 @@ class PrefillEngine:
     """Computes the prompts of a rank, in chunks.
 
     ``on_progress`` is called after every computed chunk, ``on_failed`` for every prompt whose step
-    failed or whose logits are not finite. Both are called on the engine thread. ``pages`` allocates
-    pages and defaults to the pool. ``planner`` decides every step together with the other ranks and
-    defaults to the planner of the rank's gang.
+    failed or whose logits are not finite. Both are called on the engine thread.
+
+    ``pages`` allocates the pages of prompts, by default from the rank's pool. ``planner`` agrees on
+    every step with the other ranks. By default, it is the planner of the rank's gang.
     """
 
     def __init__(
@@ -148,10 +158,10 @@ class PrefillEngine:
         )
 
     def _prepare_inputs(self, num_rows: int) -> PrefillInputs:
-        """Build the inputs of the chosen chunks.
+        """Build the inputs of the step's chunks.
 
-        If that fails, their prompts fail and the inputs of a dummy step are returned. The other
-        ranks run the agreed step in any case.
+        If that fails, the prompts of these chunks fail, and the inputs of a dummy step are
+        returned. The rank must run the agreed step in any case, because the other ranks run it.
         """
         try:
             return self._build_inputs(self._chunks, num_rows)
@@ -231,7 +241,7 @@ class PrefillEngine:
         return zip(first_tokens_E.tolist(), logprobs, features_EF, strict=True)
 
     def _next_tokens(self, chunk: Chunk) -> list[int]:
-        """Return the tokens after a chunk that its cache entries may depend on."""
+        """Return the tokens after a chunk on which the chunk's cache entries may depend."""
         known = chunk.sequence.token_ids[chunk.hi : chunk.hi + self._num_lookahead]
         return [*known, *[UNKNOWN_TOKEN] * (self._num_lookahead - len(known))]
 
@@ -251,8 +261,8 @@ class PrefillEngine:
     def _end_broken(self, sequence: PrefillSequence) -> None:
         """Fail a prompt whose logits are not finite.
 
-        Its own pages are not in the prefix cache yet. Pages that it took from there may be the
-        cause and are evicted.
+        The pages that it took from the prefix cache may be the cause, and are evicted from there.
+        The pages that it computed are not in the prefix cache yet.
         """
         self.scheduler.stop_computing(sequence)
         self.scheduler.evict_pages(sequence)
@@ -263,10 +273,10 @@ class PrefillEngine:
 
 
 def last_rows(x_TF: Tensor, segments: Segments, ended_E: Tensor, num: int) -> Tensor:
-    """Gather the features of the last ``num`` tokens of prompts that end: [E, num * F], in order.
+    """Gather the features of the last ``num`` tokens of each prompt that ends: [E, num * F].
 
-    The features of tokens before the segment's start are zeros. A segment that ends a prompt is
-    that short only if the prompt is.
+    Features are in token order. If a prompt has fewer than ``num`` tokens, the missing features at
+    its start are zeros. The last segment of a longer prompt always has ``num`` tokens or more.
     """
     starts_G = segments.ends_G - segments.ends_G.new_tensor(segments.lengths)
     back_K = torch.arange(-num, 0, device=ended_E.device)
@@ -293,7 +303,7 @@ def _logprobs(
 
 
 def sampling_rows(requests: list[Request], loaded: LoadedModel) -> SamplingRows:
-    """Build the sampling settings of ``requests``, one row each."""
+    """Build the sampling settings of ``requests`` as tensors with one row per request."""
     settings = [request.sampling for request in requests]
     rules = None
     if any(sampling.adjusts_logits for sampling in settings):

@@ -1,4 +1,4 @@
-"""Sources of a prompt's pages: the rank's pool, or a decode row of the same process."""
+"""Sources of the pages of prompts: the rank's pool, or the decode rows of the same process."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,9 +11,10 @@ UsePrefixPages = Callable[[Identity, Sequence[int]], tuple[int, ...]]
 
 
 class PageSource:
-    """Allocates a prompt's pages: known pages from the prefix cache, the others from the pool.
+    """Allocates a prompt's pages: cached pages from the prefix cache, the others from the pool.
 
-    Used on the engine thread only, like the pool. Cache entries depend on ``lag`` later tokens.
+    Used on the engine thread only, like the pool. ``lag`` is the number of later tokens on which a
+    cache entry depends.
     """
 
     def __init__(self, pool: PagePool, lag: int = 1) -> None:
@@ -21,11 +22,11 @@ class PageSource:
         self.prefixes = PrefixCache(pool, lag)
 
     def check_fits(self, identity: Identity, num_tokens: int) -> None:
-        """Check that ``num_tokens`` tokens can be allocated once pages are free.
+        """Check that pages for ``num_tokens`` tokens can be allocated once enough pages are free.
 
         Raises:
-            ValueError: The prompt exceeds the pool.
-            HandoverError: The decode row of the sequence is gone (DecodeRowPages).
+            ValueError: The prompt needs more pages than the pool has.
+            HandoverError: The sequence no longer holds a decode row (only DecodeRowPages).
         """
         num_pages = self.pool.num_pages_for(num_tokens)
         max_pages = self.pool.num_pages - 1
@@ -38,10 +39,11 @@ class PageSource:
     def allocate(
         self, identity: Identity, token_ids: Sequence[int]
     ) -> tuple[list[int], int] | None:
-        """Allocate pages for ``token_ids``, with a reference each for the caller.
+        """Allocate pages for ``token_ids``. The caller gets one reference to each page.
 
-        Returns the pages and the number of leading pages from the prefix cache, or None if too few
-        pages are free.
+        Returns:
+            The pages, and the number of leading pages that came from the prefix cache. None if too
+                few pages are free.
         """
         known = self.prefixes.acquire(token_ids)
         num_own = self.pool.num_pages_for(len(token_ids)) - len(known)
@@ -52,13 +54,16 @@ class PageSource:
 
 
 class DecodeRowPages(PageSource):
-    """Uses the pages of decode rows of this process: a prompt is computed where it is decoded.
+    """Uses the pages that sequences hold for decoding, if prefill and decode share a process.
 
-    ``pages_of`` returns a row's pages and raises HandoverError if there is no such row.
-    ``use_prefix_pages`` replaces a row's first pages by pages from the prefix cache, so nothing is
-    copied. It takes over a reference to each, releases the replaced pages and returns all pages.
+    A prompt is computed in the pages in which it is decoded, so nothing is copied. ``pages_of``
+    returns the pages of a sequence's decode row. It raises HandoverError if the sequence holds no
+    row. ``use_prefix_pages`` replaces the first pages of the row by pages from the prefix cache. It
+    takes over one reference to each of them, releases the replaced pages, and returns all pages of
+    the row.
 
-    Prefill holds references besides the row's, so neither frees a page that the other still needs.
+    Prefill and the row hold separate references, so neither frees a page that the other still
+    needs.
     """
 
     def __init__(

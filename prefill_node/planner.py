@@ -1,7 +1,8 @@
-"""Planning of prefill steps: all ranks run the token count of the fullest rank.
+"""Planning of prefill steps: the ranks agree on the largest token count of any rank.
 
-A proposal is the number of tokens that a rank has chosen for the next step, 0 if it has no work. A
-plan's key is the maximum of the proposals. Ranks that need equal batch sizes pad to it.
+A proposal is the number of tokens that a rank has chosen for the next step, 0 if it has no work.
+The key of the plan is the maximum of the proposals. Ranks that need equal batch sizes pad their
+batches to this number.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Messages from a gateway to a prefill rank. Hand-over messages are in kv_transfer/messages.py.
 
-``cancel`` takes an Identity and drops the sequence in any phase. If the sequence arrives later, it
-is refused.
+The call ``cancel`` takes an Identity and drops the sequence in any phase. If the sequence arrives
+only later, it is refused.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from tandem.core.request import Request, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Request to compute a prompt and keep its KV cache for pulling.
+    """Request to compute a prompt and keep its KV cache until a decode rank has pulled it.
 
-    A suspect prompt runs alone in its steps.
+    ``is_suspect``: the prompt may have crashed a rank and therefore runs alone in its steps.
     """
 
     identity: Identity
@@ -29,8 +29,8 @@ class PrefillReply:
     Attributes:
         first_token: First output token.
         num_cached: Number of prompt tokens found in the prefix cache.
-        queue_ms: Milliseconds before the first chunk started.
-        prefill_ms: Milliseconds from then until the prompt was computed.
+        queue_ms: Milliseconds from the call until the first chunk started.
+        prefill_ms: Milliseconds from the start of the first chunk until the prompt was computed.
         logprobs: Log probabilities of the first token, if requested.
     """
 

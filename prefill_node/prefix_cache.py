@@ -1,8 +1,8 @@
 """Prefix cache: keeps computed prompt pages for later prompts with the same prefix. Plain Python.
 
-A page's key covers every token up to its end, and the later tokens that its cache entries depend
-on. The MTP entry of a page's last slot pairs its hidden state with the next token, so the page is
-valid only for that token.
+The key of a page covers every token up to the end of the page, and the later tokens on which its
+cache entries depend. For example, the MTP entry of the page's last token also depends on the next
+token. The page can therefore be reused only if the same token follows.
 """
 
 from collections import OrderedDict
@@ -18,8 +18,8 @@ PageKey = tuple[bytes, tuple[int, ...]]
 class PrefixCache:
     """Maps token prefixes to computed pages and holds one reference to each page.
 
-    When the pool needs pages, it reclaims those without other references, least recently used
-    first. Cache entries depend on ``lag`` later tokens.
+    When the pool needs pages, the cache gives up pages that have no other reference, least recently
+    used first. ``lag`` is the number of later tokens on which a cache entry depends.
     """
 
     def __init__(self, pool: PagePool, lag: int = 1) -> None:
@@ -31,10 +31,11 @@ class PrefixCache:
         return len(self._pages)
 
     def acquire(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the pages of the longest known prefix, with a reference each for the caller.
+        """Return the pages of the longest cached prefix, with one reference each for the caller.
 
-        At least the last token is left to compute, because its hidden state is not kept. Therefore
-        a page's key always covers at least one token after the page.
+        The prefix never includes the last token. That token must be computed again, because the
+        cache keeps no hidden states, and the first output token is sampled from the last one. For
+        this reason a page's key always covers at least one token after the page.
         """
         known = list(takewhile(self._pages.__contains__, self.keys(token_ids)))
         pages = [self._pages[key] for key in known]
@@ -45,8 +46,8 @@ class PrefixCache:
     def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
         """Add the full pages of a computed sequence.
 
-        ``token_ids`` ends with the token after the last computed one. A prefix that is already
-        known keeps its page.
+        ``token_ids`` are the computed tokens and the one token after them. A prefix that is already
+        cached keeps its page.
         """
         keys = list(self.keys(token_ids))
         for key, page in zip(keys, pages, strict=False):
@@ -56,7 +57,7 @@ class PrefixCache:
         self._touch(keys)
 
     def evict(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:
-        """Remove the pages of a sequence, whose contents may be wrong."""
+        """Remove the pages of a sequence from the cache, because their contents may be wrong."""
         for key, page in zip(self.keys(token_ids), pages, strict=False):
             if self._pages.get(key) == page:
                 self._pool.drop_cache_ref(self._pages.pop(key))
@@ -76,9 +77,10 @@ class PrefixCache:
         return zip(prefix_digests(token_ids, page_size), later, strict=False)
 
     def _touch(self, keys: list[PageKey]) -> None:
-        """Mark ``keys`` as most recently used.
+        """Mark the pages of ``keys``, which are in page order, as most recently used.
 
-        A prefix counts as more recent than its continuations: it is useful without them.
+        An earlier page counts as more recently used than a later one. The earlier page is useful
+        without the later one, but not the reverse.
         """
         for key in reversed(keys):
             self._pages.move_to_end(key)

@@ -1,7 +1,7 @@
 """RPC service of one prefill rank. Messages are bytes; Ray is not needed.
 
-The service runs on an asyncio loop, the engine on the engine loop's thread. Every chunk that the
-engine has computed is offered to decode ranks through the hand-over source.
+The service runs on an asyncio loop, the engine on the thread of the engine loop. Every chunk that
+the engine has computed is offered to decode ranks through the hand-over source.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ from tandem.runtime.parts import RankParts
 
 
 class PrefillRank:
-    """RPC service of a prefill rank. The creator starts ``parts.loop``; ``stop`` ends both.
+    """RPC service of a prefill rank. The creator must start ``parts.loop``.
 
-    Owns the pending calls. Pages belong to the engine, leases to the source.
+    Owns the pending calls. Pages belong to the engine, leases to the source. ``stop`` ends the
+    service and the loop.
     """
 
     def __init__(self, parts: RankParts, pages: PageSource | None = None) -> None:
@@ -66,7 +67,7 @@ class PrefillRank:
         return len(self.engine.scheduler.sequences)
 
     async def listen(self) -> None:
-        """Start to serve calls over direct connections from decode ranks."""
+        """Start to serve calls that decode ranks make over direct connections."""
         await self._server.listen()
 
     async def stop(self) -> None:
@@ -93,7 +94,7 @@ class PrefillRank:
             self._answer(sequence.identity, progress)
 
     def _on_release(self, identity: Identity) -> None:
-        """Drop a sequence whose pages the hand-over has released. Called on the engine thread."""
+        """Drop a sequence whose hand-over has ended. Called on the engine thread."""
         self.engine.scheduler.drop(identity)
         text = f"{identity} was released before its prefill was done"
         self._answer(identity, HandoverError(text))
@@ -107,7 +108,7 @@ class PrefillRank:
         self.source.fail(identity, str(error))
 
     def _on_engine_failure(self, error: BaseException) -> None:
-        """Fail all pending calls and pulls of a stopped engine. Called on the engine thread."""
+        """Fail all pending calls and pulls: the engine has stopped. Called on the engine thread."""
         text = f"the engine stopped: {error!r}"
         for identity in list(self._callers):
             self._answer(identity, RankDied(text))
@@ -151,7 +152,7 @@ class PrefillRank:
         return raw, str(features_F.dtype).removeprefix("torch.")
 
     def _heartbeat(self, _: None) -> Heartbeat:
-        """Build a heartbeat without waiting for the engine thread, whose progress it reports."""
+        """Build a heartbeat with the engine thread's progress. Does not wait for that thread."""
         if self.loop.failure is not None:
             raise RankDied(f"the engine stopped: {self.loop.failure!r}")
         num_left = self.engine.scheduler.num_tokens_left
@@ -177,7 +178,7 @@ class PrefillRank:
 async def build(parts: RankParts) -> PrefillRank:
     """Create a prefill rank that serves direct connections from decode ranks.
 
-    Raises ValueError if it cannot listen.
+    Raises ValueError if the rank cannot listen on its address.
     """
     rank = PrefillRank(parts)
     await rank.listen()

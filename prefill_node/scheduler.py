@@ -1,9 +1,10 @@
 """Page allocation and chunked scheduling of prompts on a prefill rank. Plain Python.
 
-Prompts get pages in arrival order. Resumed requests go before new ones, which get one turn in
-NEW_REQUEST_SHARE (core/turns.py). Prompts with pages are computed in the same order, in chunks
-within the token budget. Part of the budget goes to the shortest prompts after the first. A short
-prompt therefore never waits for one or more long ones to finish.
+Prompts get pages in arrival order, but resumed requests go before new ones. One turn in
+NEW_REQUEST_SHARE always goes to a new request (core/turns.py). Prompts with pages are computed in
+the same order, in chunks within the token budget of a step. Part of the budget is reserved for the
+shortest prompts after the first one. A short prompt therefore never has to wait until long ones are
+finished.
 """
 
 from collections import deque
@@ -17,7 +18,7 @@ from tandem.prefill_node.page_source import PageSource
 from tandem.prefill_node.sequence import PrefillSequence
 
 SHORT_PROMPT_SHARE = 4
-"""Divisor of a step's token budget: 1/n of it is reserved for prompts after the first."""
+"""Divisor of a step's token budget that gives the part reserved for prompts after the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,13 @@ class Chunk:
 class Scheduler:
     """Owns the sequences of a prefill rank: queued for pages, waiting to be computed, or leased.
 
-    A sequence holds its pages from their allocation until ``drop``. After the prefill, decode ranks
-    pull from them. The queue needs no bound, because decode ranks limit the number of grants.
+    A sequence holds its pages from their allocation until ``drop``, so that a decode rank can pull
+    their contents. The queue needs no bound, because each queued request holds a grant of a decode
+    rank, whose grants are limited.
 
-    Cache entries depend on later tokens. The last chunk of a prompt therefore has at least
-    ``min_last_chunk`` tokens, or the whole prompt if that is shorter.
+    Cache entries of a chunk may depend on up to ``min_last_chunk`` tokens after it. So that these
+    exist, the last chunk of a prompt has at least ``min_last_chunk`` tokens. A shorter prompt is a
+    single chunk.
     """
 
     def __init__(self, pages: PageSource, max_batch_tokens: int, min_last_chunk: int = 1) -> None:
@@ -58,7 +61,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that have pages and are not completely computed."""
+        """Number of sequences that have pages and are not computed completely."""
         return len(self._waiting)
 
     @property
@@ -68,17 +71,17 @@ class Scheduler:
 
     @property
     def num_tokens_left(self) -> int:
-        """Number of tokens left to compute, of all sequences. Any thread may read it."""
+        """Number of tokens of all sequences that are not computed yet. Any thread may read it."""
         return sum(sequence.num_left for sequence in list(self.sequences.values()))
 
     def admit(
         self, identity: Identity, request: Request, is_suspect: bool = False
     ) -> PrefillSequence:
-        """Queue a request's prompt and resumed output for pages.
+        """Queue a request for the pages of its prompt and of its earlier output, if it resumes.
 
         Raises:
-            ValueError: The tokens can never fit.
-            HandoverError: The sequence is already here, or its decode row is gone.
+            ValueError: The tokens need more pages than the rank has.
+            HandoverError: The rank already has the sequence, or its decode row is gone.
         """
         if identity in self.sequences:
             raise HandoverError(f"{identity} is here already")
@@ -92,10 +95,10 @@ class Scheduler:
     def next_chunks(self) -> list[Chunk]:
         """Return the chunks of the next step, within the token budget. Empty if no prompt waits.
 
-        The first prompt leaves ``1 / SHORT_PROMPT_SHARE`` of the budget to later prompts, if any.
-        They get all that it does not need, prompts with the fewest tokens left first. No prompt
-        starves, because the first one advances in every step. A suspect prompt runs alone once it
-        is the first.
+        If other prompts wait, the first prompt leaves ``1 / SHORT_PROMPT_SHARE`` of the budget to
+        them. They also get the part that it does not need. The prompts with the fewest tokens left
+        come first. No prompt starves, because the first one advances in every step. A suspect
+        prompt waits until it is the first, and then runs alone.
         """
         if not self._waiting:
             return []
@@ -115,9 +118,10 @@ class Scheduler:
         return chunks
 
     def _chunk_size(self, num_left: int, allowed: int) -> int:
-        """Return the chunk size: at most ``allowed``, leaving enough tokens for the last chunk.
+        """Return the size of a sequence's next chunk, normally at most ``allowed`` tokens.
 
-        Exceeds ``allowed`` only if ``min_last_chunk`` or fewer tokens are left.
+        The chunk leaves no tokens or at least ``min_last_chunk``. It exceeds ``allowed`` only if
+        ``min_last_chunk`` or fewer tokens are left.
         """
         if allowed >= num_left or num_left <= self._min_last_chunk:
             return num_left
@@ -126,7 +130,7 @@ class Scheduler:
     def advance(self, chunk: Chunk, first_token: int | None) -> None:
         """Record a computed chunk.
 
-        After the last one, the sequence stops waiting and its pages enter the prefix cache.
+        After the last chunk, the sequence stops waiting and its pages enter the prefix cache.
         """
         sequence = chunk.sequence
         sequence.num_computed = chunk.hi
@@ -135,7 +139,7 @@ class Scheduler:
             self._pages.prefixes.insert((*sequence.token_ids, first_token), sequence.pages)
 
     def stop_computing(self, sequence: PrefillSequence) -> None:
-        """Compute no more of a sequence. It holds its pages until ``drop``."""
+        """Compute no further chunks of a sequence. The sequence keeps its pages until ``drop``."""
         if sequence in self._waiting:
             self._waiting.remove(sequence)
 
@@ -154,7 +158,10 @@ class Scheduler:
         self._allocate_pages()
 
     def _allocate_pages(self) -> None:
-        """Allocate pages for queued sequences, in turn. One that needs many is not overtaken."""
+        """Allocate pages for queued sequences, in turn, while enough are free.
+
+        Later sequences do not overtake one that needs many pages.
+        """
         while first := self._queue.peek():
             _, sequence = first
             allocated = self._pages.allocate(sequence.identity, sequence.token_ids)

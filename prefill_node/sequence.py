@@ -11,10 +11,10 @@ class PrefillSequence:
     """A sequence whose prompt is computed on a prefill rank.
 
     Attributes:
-        is_suspect: Whether the sequence must be alone in its steps.
+        is_suspect: Whether the sequence must run alone in its steps.
         pages: Pages of all tokens, from their allocation until the lease ends.
         num_cached: Number of leading tokens that came from the prefix cache.
-        token_ids: Prompt and resumed output.
+        token_ids: Prompt, and output tokens emitted earlier if the request resumes.
         num_computed: Number of leading tokens whose cache entries exist, cached ones included.
         started_at: Monotonic time in seconds at which the first chunk started.
     """

@@ -1,1 +1,1 @@
-"""Layer 1: parts that all ranks have in common: engine thread, frames, actor shell."""
+"""Parts that all kinds of ranks share: engine thread, token frames, actor shell, step agreement."""

@@ -1,6 +1,7 @@
-"""Journal of the sequences in a rank's step, in a small mapped file that outlives the process.
+"""Journal of the sequences in a rank's current step: a small mapped file that outlives the process.
 
-The controller reads it after a rank has died, to learn which requests may have crashed the rank.
+After a rank has died, the controller reads the file to learn which requests may have crashed the
+rank.
 """
 
 import mmap
@@ -23,7 +24,7 @@ of the file."""
 
 
 class CrashJournal:
-    """Journal of one rank. Owned by the engine thread. Without a ``path`` nothing is recorded."""
+    """Journal of one rank, written on the engine thread only. An empty ``path`` disables it."""
 
     def __init__(self, path: str = "") -> None:
         self._in_flight: dict[str, InFlightBatch] = {}
@@ -32,9 +33,9 @@ class CrashJournal:
         self._map: mmap.mmap | None = None
         self.path = path
         if path:
-            Path(path).unlink(missing_ok=True)  # left by an earlier epoch of this process
+            Path(path).unlink(missing_ok=True)  # an earlier epoch of this process may have left it
             with open(os.open(path, _NEW, 0o600), "rb+") as file:
-                os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)  # a full disk fails here
+                os.posix_fallocate(file.fileno(), 0, _NUM_BYTES)  # fails here if the disk is full
                 self._map = mmap.mmap(file.fileno(), _NUM_BYTES)
 
     def record_in_flight(
@@ -45,8 +46,8 @@ class CrashJournal:
         Args:
             engine: Name of the engine.
             identities: The sequences; empty if no step is in flight.
-            is_isolated: Whether the only sequence runs alone because it is suspected of crashing a
-                rank.
+            is_isolated: Whether there is only one sequence because it must run alone: it is
+                suspected of crashing a rank.
         """
         now = InFlightBatch(tuple(identities), is_isolated)
         if self._in_flight.get(engine) == now:
@@ -56,7 +57,7 @@ class CrashJournal:
             self._write(self._map)
 
     def _write(self, target: mmap.mmap) -> None:
-        """Write the journal, its length last, so that the file is always complete or empty.
+        """Write the length last, so that a reader finds either a complete journal or an empty one.
 
         If the sequences are unchanged since the last record, only the length is written.
         """
@@ -73,16 +74,16 @@ class CrashJournal:
         target[: _LENGTH.size] = _LENGTH.pack(self._num_bytes if everyone else 0)
 
     def close(self) -> None:
-        """Delete the file. Called when the rank ends in order."""
+        """Delete the file. Called when the rank ends without a crash."""
         if self._map is not None:
             Path(self.path).unlink(missing_ok=True)
 
 
 def read_crash_journal(path: str) -> InFlightBatch | None:
-    """Return the sequences in the step of a process that has died, None if there were none.
+    """Return the sequences in the last step of a dead process, None if there were none.
 
-    Also returns None for a file that another user could have written. Such a user could choose
-    which requests count as poison.
+    Also returns None for a file that another user could have written. Otherwise that user could
+    choose which requests are refused as poison.
     """
     data = read_private_file(Path(path)) if path else None
     if data is None:

@@ -1,7 +1,7 @@
-"""The engine thread, which owns a rank's tensors, and the mailbox through which others reach it.
+"""The engine thread, which owns a rank's tensors, and the queue through which others reach it.
 
-Only this thread touches page tables, caches and row state. Other threads post a function and await
-its result, so no lock guards tensor state.
+Only this thread touches page tables and row state. Other threads post a function to the queue and
+await its result. No lock is therefore needed for tensor state.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from tandem.runtime.crash_journal import CrashJournal
 from tandem.runtime.stall_detector import StallDetector
 
 MAX_FAILED_STEPS = 4
-"""Maximum consecutive failed steps. One more means that the engine itself is broken."""
+"""Maximum number of consecutive failed steps. After one more, the engine counts as broken and its
+loop ends."""
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
@@ -42,10 +43,11 @@ class SteppableEngine(Protocol):
 class EngineLoop:
     """Runs posted functions and the steps of its engines on one thread.
 
-    If a step raises, its engine ends the sequences of that step. An error that leaves the state in
-    doubt (``is_fatal``), or means that the gang's epoch is over, ends the loop instead. Then
-    ``failure`` holds the error and later calls raise RankLost. Each ``on_failure`` callback is
-    called once, on the engine thread. An error of a posted function only fails its own future.
+    If a step raises, its engine normally ends the sequences of that step, and the loop continues.
+    The loop ends if the error leaves the state in doubt (``is_fatal``), if the gang's epoch is
+    over, or after too many failed steps. ``failure`` then holds the error, later posts fail with
+    RankLost, and each ``on_failure`` callback is called once, on the engine thread. If a posted
+    function raises, only its own future fails.
 
     ``stall_detector`` measures the progress of the thread. Engines record the sequences of their
     steps in ``crash_journal``.
@@ -85,7 +87,7 @@ class EngineLoop:
 
     @property
     def has_engines(self) -> bool:
-        """Whether some engine has not been closed."""
+        """Whether at least one engine has not been closed yet."""
         return bool(self._engines)
 
     @property
@@ -93,7 +95,10 @@ class EngineLoop:
         return self._thread.is_alive()
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Run the functions posted so far, then end the thread."""
+        """Run the functions posted so far, then end the thread.
+
+        Waits for the end for at most ``timeout_s``, unless called on that thread.
+        """
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -101,7 +106,10 @@ class EngineLoop:
             self._thread.join(timeout_s)
 
     def post(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` on the engine thread between two steps. Any thread."""
+        """Queue ``function`` for the engine thread, which runs it between two steps.
+
+        May be called on any thread.
+        """
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping or self.failure is not None:
@@ -112,12 +120,15 @@ class EngineLoop:
         return future
 
     def wake(self) -> None:
-        """Wake the thread because an engine may have work. Any thread."""
+        """Wake the engine thread because an engine may have work. May be called on any thread."""
         with self._wake:
             self._wake.notify()
 
     def fail(self, error: Exception) -> None:
-        """End the loop with ``error``, a permanent failure outside of the steps. Any thread."""
+        """End the loop because of ``error``, a permanent failure outside of steps.
+
+        May be called on any thread.
+        """
         self.failure = error
         self.stop(0.0)
 
@@ -139,7 +150,7 @@ class EngineLoop:
                 log.warning("the engine has stopped: %s", error)
             else:
                 log.exception("the engine has stopped")
-            with self._wake:  # later posts are refused, earlier ones drained
+            with self._wake:  # refuse later posts; earlier ones still run below
                 self.failure = error
             for callback in self._on_failure:
                 callback(error)
@@ -151,7 +162,7 @@ class EngineLoop:
             self._run_posts()
 
     def _end(self, end: Callable[[], None]) -> None:
-        """Call ``end``. An error is logged, so that the remaining cleanup still runs."""
+        """Call the cleanup function ``end``. Log its error, so that other cleanup still runs."""
         try:
             end()
         except Exception:
@@ -174,7 +185,7 @@ class EngineLoop:
             while not (self._posts or self._stopping or any(e.has_work() for e in self._engines)):
                 self._wake.wait()
             if self.failure is not None:
-                self.crash_journal.close()  # the sequences of the step are not to blame
+                self.crash_journal.close()  # no sequence caused a failure outside of steps
                 raise self.failure
             return not self._stopping
 
@@ -186,9 +197,9 @@ class EngineLoop:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether no state can be trusted after ``error``: a broken invariant or a lost device.
+    """Return whether ``error`` leaves the state in doubt: a broken invariant or a lost device.
 
-    A lack of memory and invalid input are not fatal.
+    Running out of memory and invalid input are not fatal.
     """
     return isinstance(error, AssertionError) or is_device_lost(error)
 
@@ -196,6 +207,6 @@ def is_fatal(error: Exception) -> bool:
 def is_device_lost(error: Exception) -> bool:
     """Return whether ``error`` means that the device no longer responds.
 
-    CaptureError does not, although its text also contains "CUDA error".
+    A CaptureError does not mean that, although its text also contains "CUDA error".
     """
     return "CUDA error" in str(error) and not isinstance(error, CaptureError)

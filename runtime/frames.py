@@ -1,9 +1,10 @@
-"""Token frames of a decode rank, sent over a separate socket (net/framing.py) without pickle.
+"""Socket through which a decode rank sends token frames to gateways (format: net/framing.py).
 
-The reader greets with a token, which it received over control, and with its session. The server
-replies with an empty frame once the reader is subscribed, so that the reader misses no frame of its
-later calls. Each further empty frame from the reader is a heartbeat. The reply to it is a frame
-that holds a Heartbeat.
+A gateway connects and sends the socket's secret token, which it received in a control call, and its
+session number. The rank replies with an empty frame once the gateway is subscribed. The gateway
+therefore misses no frame that its later calls cause. After that, each empty frame from the gateway
+is a heartbeat. The rank replies with a frame that holds a Heartbeat. Frames are parsed without
+pickle.
 """
 
 import asyncio
@@ -27,23 +28,23 @@ Frame = bytes | BaseException
 
 
 class Publisher(Protocol):
-    """Source of the frames: a decode node."""
+    """Interface of the source of frames, which a decode rank implements (FramePublisher)."""
 
     def subscribe(self, session: int, reader: Callable[[Frame], None]) -> Callable[[], None]:
-        """Call ``reader`` with every new frame of ``session``. Returns a function to stop that."""
+        """Call ``reader`` with every new frame of ``session``; return an unsubscribe function."""
 
     def on_heartbeat(self, session: int) -> None:
-        """Handle a heartbeat of ``session``."""
+        """Handle a heartbeat that the gateway of ``session`` has sent."""
 
 
 MAX_UNREAD_BYTES = 64 << 20
-"""Maximum unread bytes per reader, above which the reader is disconnected to bound the node's
-memory. Also the maximum length of a frame."""
+"""Maximum number of bytes that wait for one reader. A reader that exceeds it is disconnected, which
+bounds the rank's memory. Also the maximum length of a frame."""
 _SESSION = struct.Struct("!Q")
 
 
 class FrameServer(Listener):
-    """Sends frames to each session that greets with the token. Owned by one event loop."""
+    """Sends frames to each gateway that sends the secret token. Owned by one asyncio loop."""
 
     def __init__(self, host: str, publisher: Publisher) -> None:
         super().__init__(host, _SESSION.size, self._send)
@@ -52,7 +53,7 @@ class FrameServer(Listener):
     async def _send(
         self, greeting: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Send frames and receive heartbeats until the reader disconnects."""
+        """Send frames to the reader and receive its heartbeats until it disconnects."""
         [session] = _SESSION.unpack(greeting)
 
         def send(frame: Frame) -> None:
@@ -76,23 +77,24 @@ class FrameServer(Listener):
 
 @dataclass(frozen=True, slots=True)
 class FrameStream:
-    """An open connection to a FrameServer; created by ``connect``."""
+    """A gateway's open connection to a FrameServer; created by ``connect``."""
 
     name: str
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     def send_heartbeat(self) -> None:
-        """Send a heartbeat. The reply is one of the frames."""
+        """Send a heartbeat. The reply is one of the frames that ``frames`` yields."""
         self.writer.write(EMPTY_FRAME)
 
     def close(self) -> None:
         self.writer.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """Yield packed TokenFrames.
+        """Yield packed TokenFrames until the connection ends.
 
-        Raises RankDied, and closes the connection, if the engine ended or the connection is lost.
+        Raises RankDied if the engine has stopped or the connection is lost. The connection is then
+        closed.
         """
         try:
             frames = iter_frames(self.reader, MAX_UNREAD_BYTES)
@@ -108,8 +110,8 @@ class FrameStream:
 
 
 async def connect(name: str, address: PortAddress, session: int) -> FrameStream:
-    """Subscribe to the frames that the rank ``name`` has for ``session``.
+    """Connect to the rank ``name`` and subscribe to the frames of ``session``.
 
-    Raises RankLost if the rank does not answer.
+    Raises RankLost if the rank does not reply.
     """
     return FrameStream(name, *await listener.connect(name, address, _SESSION.pack(session)))

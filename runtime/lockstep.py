@@ -14,9 +14,9 @@ Proposal = TypeVar("Proposal")
 ProposalIn = TypeVar("ProposalIn", contravariant=True)
 Key = TypeVar("Key")
 Decide = Callable[[Sequence[Proposal]], Key | None]
-"""Function that chooses the step for the proposals of all ranks, in the order of ranks.
+"""Function that chooses the next step from the proposals of all ranks, which are in rank order.
 
-Returns None if no rank has work. Only the planner calls it.
+Returns the key of the step, or None if no rank has work. Only the planner calls it.
 """
 
 
@@ -26,8 +26,8 @@ class Plan(Generic[Key]):
 
     Attributes:
         step: Number of the step within the epoch.
-        key: Key that fixes every shape that ranks share; None if no rank has work and none
-            launches.
+        key: Key that determines all shapes that the ranks share. None if no rank has work; then no
+            rank launches anything.
     """
 
     step: int
@@ -35,16 +35,17 @@ class Plan(Generic[Key]):
 
 
 class Planner(Protocol[ProposalIn, Key]):
-    """Source of a rank's plans.
+    """Interface through which an engine gets the plans of its steps.
 
-    ``is_step_requested``: other ranks want a step, so this rank has to propose, even without work.
+    ``is_step_requested``: whether other ranks want a step. This rank must then propose, even if it
+    has no work.
     """
 
     @property
     def is_step_requested(self) -> bool: ...
 
     def plan(self, proposal: ProposalIn) -> Plan[Key]:
-        """Return the gang's next step, given this rank's proposal. Waits for the other ranks.
+        """Propose the next step and return the gang's plan for it. Waits for the other ranks.
 
         Raises EpochEnded if there is no next step.
         """
@@ -53,10 +54,10 @@ class Planner(Protocol[ProposalIn, Key]):
         """Return a context for the part of a step that all ranks compute together."""
 
     def waiting_for_device(self) -> AbstractContextManager[None]:
-        """Return a context for the host's waits for results that ranks compute together.
+        """Return a context in which the host waits for results of the device.
 
-        Waits are bounded by the timeout for other ranks. Raises EpochEnded if the collectives were
-        aborted during the wait.
+        These results may need the other ranks, so the wait is limited by the timeout for other
+        ranks. Raises EpochEnded if the collectives are aborted during the wait.
         """
 
 
@@ -95,14 +96,14 @@ class Lockstep:
         schema: tuple[type[Proposal], type[Key]],
         on_step_requested: Callable[[], None],
     ) -> Planner[Proposal, Key]:
-        """Return the planner. Called once, before the engine's first step.
+        """Return this rank's planner. Called once, before the engine's first step.
 
         Args:
-            decide: Chooses the step; used by the planner on rank 0.
-            schema: Classes of proposals and keys.
+            decide: Function that chooses the step; called on rank 0 only.
+            schema: Class of the proposals and class of the keys.
             on_step_requested: Called on any thread when ``is_step_requested`` has become true.
         """
         return LocalPlanner(decide)
 
     def close(self) -> None:
-        """Leave the gang, which ends this epoch for every rank."""
+        """Leave the gang, which ends this epoch for all of its ranks."""

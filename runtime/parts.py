@@ -1,4 +1,4 @@
-"""Assembly of a rank from its parts, and the rank's description of itself."""
+"""Assembly of a rank of any kind from its parts, and its description for the cluster."""
 
 import asyncio
 import time
@@ -32,9 +32,9 @@ from tandem.runtime.lockstep import Lockstep
 class RankParts:
     """The parts that a rank of any kind is built from.
 
-    ``loop`` has not started. Its thread owns the pages and caches. The code that ends this epoch of
-    the rank owns ``lockstep``. ``counters`` appear in the rank's status by name. Each counter is
-    always incremented on the same thread.
+    ``loop`` is not started yet. Its thread owns the pages and caches. ``lockstep`` belongs to the
+    code that ends the rank's epoch. ``counters`` appear in the rank's status by name. Each counter
+    is incremented on one thread only.
     """
 
     spec: RankSpec
@@ -48,11 +48,11 @@ class RankParts:
 
     @property
     def draft_shapes(self) -> DraftShapes:
-        """Shapes of drafts that the rank's steps can have."""
+        """Draft shapes that the rank's steps can have."""
         return self.loaded.drafter.draft_shapes(self.config.speculation.max_depth)
 
     def transfer_caches(self) -> transfer.PagedCaches:
-        """Return the caches as the KV transfer sees them; the memory is shared."""
+        """Return a view of the caches for KV transfers, which shares their memory."""
         loaded = self.loaded
         spec_config = self.config.speculation
         num_features = loaded.drafter.num_handover_features if spec_config.handover_hidden else 0
@@ -61,7 +61,7 @@ class RankParts:
         return transfer.PagedCaches(self.caches, self.pool, *what, copy)
 
     def transfer_endpoint(self) -> TransferEndpoint:
-        """Create the KV transfer endpoint of these caches, at the rank's address."""
+        """Create the endpoint for KV transfers from or to these caches, at the rank's address."""
         channel_factory = channel_factory_from_config(self.config, self.spec.kind, self.spec.host)
         return TransferEndpoint(
             caches=self.transfer_caches(),
@@ -71,7 +71,7 @@ class RankParts:
         )
 
     def info(self) -> RankInfo:
-        """Return the rank's description for the cluster."""
+        """Return the rank's description for the cluster's membership."""
         config = self.config
         loaded = self.loaded
         form = "" if self.spec.kind == PREFILL else f", {loaded.exec_mode}"
@@ -116,10 +116,10 @@ def load_resident_model(
     placement: Placement | None = None,
     check_digest: Callable[[str], None] = lambda digest: None,
 ) -> ResidentModel:
-    """Read the rank's part of the checkpoint and allocate its pages. Blocks.
+    """Read the rank's part of the checkpoint and allocate its pages. Blocks until both are done.
 
-    Raises ValueError for mistakes of the user, and the errors of ``check_digest`` (see
-    ``load_model``).
+    Raises ValueError for a mistake in the configuration or checkpoint, and the errors of
+    ``check_digest`` (see ``load_model``).
     """
     loaded = load_model(
         config=config,
@@ -147,19 +147,20 @@ async def start_rank(
     crash_journal_path: str = "",
     **build_options: Any,
 ) -> Any:
-    """Start an epoch: join the gang, if the rank has one, and build and start the rank.
+    """Build a rank for one epoch and start it; first meet the other ranks of its gang, if any.
 
     Args:
-        builder: Module whose ``build(parts, **build_options)`` creates the rank.
-        spec: The rank in this epoch.
+        builder: Name of the module whose ``build(parts, **build_options)`` creates the rank.
+        spec: Parameters of the rank in this epoch.
         resident_model: Weights and caches.
         rendezvous: Where the ranks of the gang meet; None for a gang of one rank.
-        planner_server: Rank 0's planner. The caller closes it if this call fails.
+        planner_server: The gang's planner if this is rank 0, otherwise None. The caller closes it
+            if this call fails.
         crash_journal_path: File that records the sequences of each step, "" for none.
 
     Raises:
-        ValueError: A mistake of the user.
-        EpochEnded: The ranks of the gang do not meet.
+        ValueError: The configuration is invalid.
+        EpochEnded: The ranks of the gang do not meet in time.
     """
     module = await asyncio.to_thread(import_module, builder)
     config = resident_model.config
@@ -167,7 +168,7 @@ async def start_rank(
     pool = PagePool(resident_model.num_pages, config.kv.page_size)
     crash_journal = CrashJournal(crash_journal_path)
     compile_s = loaded.kernels.compile_s
-    # A rank that is compiling kernels does not count as stalled.
+    # A rank that is compiling kernels does not count as stalled, so compile time is subtracted.
     clock = lambda: time.monotonic() - compile_s()  # noqa: E731
     loop = EngineLoop(
         name=f"engine-{spec.rank_name}",
@@ -207,7 +208,7 @@ async def start_rank(
 
 
 def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
-    """Close ``lockstep``. A graph with collectives must not outlive their group."""
+    """Close ``lockstep``. All graphs must be gone, because they use its collectives."""
     try:
         assert not loop.has_engines, "programs may outlive their gang's epoch"
     finally:

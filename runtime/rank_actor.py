@@ -1,4 +1,4 @@
-"""Base class of the ranks' actors: a shell around a rank, bytes in and bytes out, without Ray."""
+"""Base class of the rank actors. Its methods take and return bytes, and it does not need Ray."""
 
 import asyncio
 import faulthandler
@@ -25,7 +25,8 @@ from tandem.runtime.engine_loop import EngineLoop
 
 log = logging.getLogger(__name__)
 WEIGHTS_POLL_S = 5.0
-"""Seconds before a rank whose files hold other weights than its cluster's checks them again."""
+"""Seconds between two checks of the weight files by a rank whose files differ from the weights of
+its cluster."""
 
 
 class Rank(Protocol):
@@ -35,7 +36,7 @@ class Rank(Protocol):
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences that wait, run, or are leased."""
+        """Number of sequences that wait, run, or are leased to a decode rank."""
 
     @property
     def info(self) -> RankInfo: ...
@@ -46,11 +47,14 @@ class Rank(Protocol):
 
 
 class RankActor:
-    """Shell of a rank. It answers calls while the rank is still being built.
+    """Holds a rank, and answers calls while the rank is still being built.
 
-    ``builder`` is the module whose ``build(parts, **build_options)`` creates the rank. The module
-    is imported only then, so that a process that creates actors does not need torch. The process of
-    a rank in a larger gang serves many epochs: it keeps the weights and rebuilds the rest.
+    ``builder`` is the module whose ``build(parts, **build_options)`` creates the rank. The actor
+    imports the module only to build the rank. A process that creates actors therefore does not need
+    torch.
+
+    The process of a rank in a gang of several ranks serves many epochs. For each epoch it keeps the
+    weights and rebuilds the rest.
     """
 
     builder: str
@@ -109,14 +113,17 @@ class RankActor:
         return await parts.start_rank(self.builder, *arguments, **self.build_options)
 
     async def open_rendezvous(self) -> bytes:
-        """Start the planner of a new epoch on rank 0; return the packed Rendezvous."""
+        """End the current epoch and start the planner of a new one; return the packed Rendezvous.
+
+        Called on rank 0 only.
+        """
         await self.leave()
         planner_server = import_module("tandem.runtime.gang.planner_server")
         self._planner_server = planner_server.PlannerServer(self._spec.num_ranks, self._spec.host)
         return pack(self._planner_server.rendezvous)
 
     async def join(self, spec: bytes, rendezvous: bytes) -> None:
-        """Start to join the epoch of ``spec``. ``get_state`` reports when the rank is ready."""
+        """Start to join the epoch of ``spec`` in the background; ``get_state`` shows progress."""
         if self._state.is_joined or self._rank is not None:
             await self.leave()
         rank_spec = unpack(RankSpec, spec)
@@ -129,12 +136,12 @@ class RankActor:
         self._joining = asyncio.create_task(self._join(where))
 
     async def leave(self) -> None:
-        """Leave the epoch: void rows, leases and channels; keep process and weights.
+        """Leave the epoch: end its rows, leases and channels, but keep the process and the weights.
 
         Returns when nothing of this epoch runs any more. Raises RankLost if the engine does not
         stop.
         """
-        async with self._leaving:  # a restarted controller may call this again
+        async with self._leaving:  # a restarted controller may repeat the call
             if self._joining is not None:
                 await cancel_and_wait(self._joining)
             if self._planner_server is not None:
@@ -153,13 +160,14 @@ class RankActor:
     ) -> bytes:
         """Return the packed RankState.
 
-        The first call starts loading. A rank without peers then becomes ready by itself; others
-        wait for ``join``. A rank whose engine has stopped has failed, unless only its epoch is
-        over. The rank remembers the largest numbers that it has received.
+        The first call starts to load the model. After that, the only rank of a gang becomes ready
+        by itself; others wait for ``join``. If the engine has stopped, the state says why: the
+        epoch is over, or the rank has failed permanently. ``max_seen`` holds the largest arguments
+        received so far.
 
         Args:
-            incarnation: Incarnation of the controller.
-            epoch: Latest epoch of the controller.
+            incarnation: Number of the controller's incarnation.
+            epoch: Latest epoch that the controller knows.
             weights: Digest of the cluster's weights, "" if no rank holds any, None if unknown.
         """
         self._cluster_weights = self._cluster_weights if weights is None else weights
@@ -187,13 +195,16 @@ class RankActor:
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
-        """Return the rank's reply, or a packed RankLost if ``epoch`` is not its epoch."""
+        """Pass a call on to the rank and return its reply.
+
+        The reply is a packed RankLost if the rank is not ready or ``epoch`` is not its epoch.
+        """
         if self._rank is None:
             return encode_failure(RankLost(f"{self._spec.epoch_name} is not ready"))
         return await self._rank.handle(epoch, method, payload)
 
     async def expert_rows(self) -> bytes:
-        """Return packed ExpertRows. Requires a loaded rank in a gang of several."""
+        """Return packed ExpertRows. Requires a loaded rank in a gang of several ranks."""
         assert self._resident_model is not None and self._spec.num_ranks > 1, (
             "the rank has no expert rows to report"
         )
@@ -204,14 +215,14 @@ class RankActor:
         return pack(ExpertRows(*expert_rows))
 
     async def placement(self) -> bytes:
-        """Return the packed Placement with which the process was started."""
+        """Return the packed expert Placement with which the process was started."""
         return pack(self._placement)
 
     async def stop(self) -> None:
-        """Stop the rank in order, if there is one. The process is left for the caller to end.
+        """Stop the rank cleanly, if there is one. The caller must end the process.
 
         The rank is marked as failed first. If the caller dies before it ends the process, the next
-        controller finds an epoch that is over.
+        controller thus finds a failed rank.
         """
         if self._rank is not None:
             self._fail(RankLost(f"{self._spec.epoch_name} was stopped"))
@@ -219,7 +230,7 @@ class RankActor:
             self._rank.loop.crash_journal.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Record the end of the epoch, or the permanent failure of the rank."""
+        """Record ``error``: EpochEnded as the end of the epoch, any other as the rank's failure."""
         before = self._state
         failure = to_failure(error)
         is_over = isinstance(error, EpochEnded)
@@ -241,7 +252,7 @@ class RankActor:
             self._fail(error)
 
     async def _read(self, config: TandemConfig) -> Any:
-        """Load the model as soon as the configured path holds the weights of the cluster."""
+        """Load the model; while the configured path holds other weights than the cluster, retry."""
         while True:
             try:
                 return await self.load(self._spec, config)
@@ -252,16 +263,16 @@ class RankActor:
             await asyncio.sleep(WEIGHTS_POLL_S)
 
     def _check_weights(self, found: str) -> None:
-        """Accept weights of digest ``found``.
+        """Accept weights with the digest ``found``.
 
-        Raises ValueError naming both digests if the cluster has other weights.
+        Raises ValueError, which names both digests, if the cluster has other weights.
         """
         if self._cluster_weights not in ("", found):
             raise ValueError(
                 f"model.path holds weights {found}, but this cluster has {self._cluster_weights}; "
                 "put those back, or end the cluster with `tandem stop` and start it again"
             )
-        self._on_start(LOADING, 0.0)  # first, because the wait must not count as a stall
+        self._on_start(LOADING, 0.0)  # first: the wait before it is not a stall
         self._weights = found
         self._wait_reason = ""
 

@@ -1,4 +1,7 @@
-"""Measurement of engine turns, which distinguishes slow turns from stalled ones."""
+"""Measures the turns of an engine thread, to distinguish slow turns from stalled ones.
+
+A turn is one iteration of the engine loop (engine_loop.py).
+"""
 
 import threading
 import time
@@ -8,10 +11,10 @@ from collections.abc import Callable
 from tandem.core.progress import EngineProgress, LockstepPosition, compute_stall_threshold_s
 
 MAX_MEASURE_GAP_S = 1.5
-"""Maximum time in seconds by which a turn ages between two measurements.
+"""Maximum seconds by which the age of a turn grows between two measurements.
 
-Measurements are one second apart. A longer gap means that the whole process stood still, which is
-not the fault of the turn.
+Measurements are one second apart. A longer interval means that the whole process was suspended,
+which does not make the turn stalled.
 """
 NUM_RECENT_TURNS = 256
 
@@ -20,8 +23,8 @@ class StallDetector:
     """Measures how long the turns of an engine thread take.
 
     The engine thread calls ``attach_to_thread``, ``start_turn`` and ``end_turn``. One other thread
-    calls ``measure_progress``. A turn does not age while its thread waits for a CPU or while
-    ``clock`` stands still, because a starved thread is not stalled.
+    calls ``measure_progress``. A turn does not age while its thread waits for a CPU, because a
+    starved thread is not stalled. Neither does it age while ``clock`` stands still.
     """
 
     def __init__(self, min_threshold_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,13 +37,15 @@ class StallDetector:
         self._turn_started_at: float | None = None
         self._measured_at = clock()
         self._last_measured = (-1, 0.0)
-        """The turn that was in progress at the last measurement, and its age in seconds."""
+        """Number of the turn that was in progress at the last measurement, and its age in seconds
+        then."""
         self.position: Callable[[], LockstepPosition] = LockstepPosition
 
     def attach_to_thread(self, starved_s: Callable[[], float] | None = None) -> None:
         """Measure the calling thread from now on.
 
-        ``starved_s`` returns the total seconds that the thread has waited for a CPU.
+        ``starved_s`` returns the total seconds that the thread has waited for a CPU. Default: as
+        the kernel reports them.
         """
         thread_id = threading.get_native_id()
         self._starved_s = starved_s or (lambda: read_cpu_wait_s(thread_id))
@@ -81,12 +86,12 @@ class StallDetector:
 
     @property
     def stall_threshold_s(self) -> float:
-        """Age in seconds above which a turn counts as stalled. Any thread."""
+        """Age in seconds above which a turn counts as stalled. May be read on any thread."""
         return compute_stall_threshold_s(tuple(self._recent_s), self._min_threshold_s)
 
 
 def read_cpu_wait_s(thread_id: int) -> float:
-    """Return the seconds for which a thread of this process was ready but not running.
+    """Return the seconds for which a thread of this process was ready to run but had no CPU.
 
     Returns 0 if the kernel does not report them.
     """

@@ -1,7 +1,8 @@
 """Acceptance statistics of a step, by depth, for its draft shape and all smaller shapes.
 
-A transition leads from one depth of a draft shape to the next. Shapes that have the same nodes up
-to the deeper end share the transition; all chains do. Plain Python.
+Transition k of a draft shape leads from depth k to depth k + 1: one more draft is accepted. Shapes
+with the same nodes up to depth k + 1 share this transition. All chains therefore share their
+transitions. Plain Python.
 """
 
 from collections.abc import Sequence
@@ -10,16 +11,20 @@ from dataclasses import dataclass
 from tandem.core.draft_shapes import DraftShapes
 
 AcceptedPath = tuple[int, Sequence[int]]
-"""Maximum number of drafts that a row may accept, and the accepted nodes in path order."""
+"""For one row: the maximum number of drafts that it may accept, and the accepted nodes in path
+order."""
 
 
 @dataclass(frozen=True, slots=True)
 class DepthTransitions:
     """Numbering of the transitions of all draft shapes.
 
-    ``bounds[t]`` is ``(num_nodes, depth)``: transition t goes from ``depth`` to ``depth + 1`` among
-    the first ``num_nodes`` nodes. ``by_shape[s]`` are the transitions of shape s, by depth. A step
-    of shape s measures the first ``num_visible[s]`` transitions: its own and the smaller shapes'.
+    Attributes:
+        bounds: ``(num_nodes, depth)`` of each transition, which leads from ``depth`` to ``depth +
+            1`` among the first ``num_nodes`` nodes.
+        by_shape: Numbers of the transitions of each shape, by depth.
+        num_visible: Number of transitions that a step of each shape measures. They are the first
+            ones: those of the shape itself and of all smaller shapes.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -46,10 +51,11 @@ class DepthTransitions:
     def count(
         self, shape_index: int, rows: Sequence[AcceptedPath]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Count attempts and successes of each transition that shape ``shape_index`` measures.
+        """Count attempts and successes of each transition that a step of ``shape_index`` measures.
 
         Returns:
-            The rows that reached the transition's start and may go deeper; the rows that did.
+            Numbers of rows that reached the start of each transition and may go deeper; numbers of
+                rows that reached its end.
         """
         visible = self.bounds[: self.num_visible[shape_index]]
         num_attempts = (

@@ -1,4 +1,4 @@
-"""Batch sizes that steps are padded to. Few sizes mean few shapes, each with a captured graph."""
+"""Buckets: batch sizes that steps are padded to. Fewer buckets need fewer captured graphs."""
 
 from bisect import bisect_left
 
@@ -8,9 +8,11 @@ def resolve_buckets(
 ) -> tuple[int, ...]:
     """Return the batch sizes in ascending order; the last one is ``max_rows``.
 
-    ``sizes`` None selects sizes for the device. A CPU gets every size, because padding costs time
-    there and saves nothing. Other devices get 1, 2, 4, 8, then powers of two and the midpoints
-    between them. Raises ValueError if a size is out of range.
+    If ``sizes`` is None, the device determines the sizes. A CPU gets every size, because padding
+    costs time there and saves nothing. Other devices get 1, 2, 4, 8, then powers of two and the
+    midpoints between them.
+
+    Raises ValueError if a size is out of range.
     """
     if sizes is None:
         if device_type == "cpu":
@@ -27,5 +29,5 @@ def resolve_buckets(
 
 
 def bucket_for(num_rows: int, buckets: tuple[int, ...]) -> int:
-    """Return the smallest batch size of at least ``num_rows`` rows."""
+    """Return the smallest bucket with at least ``num_rows`` rows."""
     return buckets[bisect_left(buckets, num_rows)]

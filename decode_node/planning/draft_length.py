@@ -1,13 +1,17 @@
 """Choice of the draft shape of each step, from measured step times and acceptance rates.
 
-A step emits 1 + a_1 + a_1 a_2 + ... tokens per row, where a_k is the share of paths at depth k - 1
-that reached depth k. The shape with the most tokens per second is used. As the batch grows,
-verifying all nodes of a row costs more, until drafting no longer pays.
+On average, a step emits 1 + a_1 + a_1 a_2 + ... tokens per row. Here a_k is the acceptance rate at
+depth k: the share of accepted paths of length k - 1 that continue to depth k. The shape with the
+most expected tokens per second is used. The larger the batch, the more it costs to verify all
+drafts, until drafting no longer pays.
 
-Step times are measured while idle after the start (``next_unprofiled``), or in the first steps of a
-batch size. While serving, every step reports accepted drafts. Occasional probes, short runs of
-another shape, measure its time relative to the shape in use. Outputs under strict acceptance do not
-depend on the choice. Outputs under other acceptance rules do, as they depend on every draft.
+Step times are first measured while the ranks are idle after startup (``next_unprofiled``). Without
+such measurements, the first steps of a batch size are measured. While serving, every step reports
+its accepted drafts. From time to time there is a probe: a short run of another shape, which
+measures its time relative to the shape in use.
+
+Outputs under strict acceptance do not depend on the chosen shapes. Outputs under other acceptance
+rules do, because they depend on every draft.
 """
 
 from collections import deque
@@ -22,45 +26,52 @@ from tandem.decode_node.planning.acceptance_stats import DepthTransitions
 from tandem.decode_node.planning.step_plan import StepKey, StepReport
 
 NUM_PROFILE_STEPS = 5
-"""Number of first steps whose minimum time is a shape's initial estimate. The minimum is robust,
-because other work on the machine only adds time."""
+"""Number of first steps of a shape whose minimum time is its initial estimate. The minimum is
+robust, because other work on the machine only adds time."""
 PROBE_EVERY = 64
+"""Minimum number of steps between two probes."""
 PROBE_STEPS = 4
-PROBE_SHARE = 0.006
-"""Minimum number of steps between probes. Steps per probe; the first are cold and catch up. Maximum
-share of the time that probes of all shapes may lose. A shape that seems equally good is probed
-often. One of three shapes that takes four times the time for no gain is probed every 6,000 steps.
+"""Number of steps of a probe. The first ones are slower: they run cold, and the drafter catches up.
 """
+PROBE_SHARE = 0.006
+"""Maximum share of the time that the probes of all shapes together may lose. A shape that seems as
+good as the one in use is probed often. One of three shapes that takes four times the time for no
+gain is probed every 6,000 steps."""
 NUM_WARMUP_STEPS = 256
+"""Length of a batch size's warm-up in steps. Shapes are probed more often during warm-up, because
+measurements on idle ranks used other texts."""
 WARMUP_PROBE_EVERY = 16
+"""Minimum number of steps between two probes during warm-up."""
 NUM_PROBE_TIMES = 5
-"""Length of a batch size's warm-up in steps. Minimum number of steps between its probes. Number of
-probes per shape that may lose any time during warm-up, because idle measurements used other texts.
-A dominated shape gets one such probe, and so does every shape while no drafts are in use.
+"""Number of a shape's latest times whose lower median is the estimate. The time known before the
+first probe counts as one of them. Without the median, one disturbed probe could decide for a long
+time, above all a short probe while no drafts are in use.
 
-NUM_PROBE_TIMES is also the number of latest times whose lower median is the estimate. The time
-known before the first probe counts as one of them. Without the median, one disturbed probe could
-decide for a long time, above all a short probe while no drafts are in use."""
+During warm-up, this is also the number of probes per shape that may lose any amount of time. For a
+dominated shape it is one, and for every shape while no drafts are in use."""
 NO_DRAFT_PROBE_EVERY = 6
+"""PROBE_EVERY for the best drafting shape while no drafts are in use. Its probes are frequent,
+because acceptance is then measured by probes only. Acceptance rises within a few steps when a text
+starts to repeat itself."""
 NO_DRAFT_PROBE_STEPS = 2
+"""PROBE_STEPS for all shapes while no drafts are in use."""
 NO_DRAFT_PROBE_SHARE = 0.007
-"""The same three values while no drafts are in use. The number of steps then applies to all probes,
-interval and share to the best drafting shape. Only its probes measure acceptance, which rises
-within a few steps when a text starts to repeat itself."""
+"""PROBE_SHARE for the best drafting shape while no drafts are in use."""
 SHORT_CONTEXT_TOKENS = 512
-"""Context length in tokens up to which attention is a small part of a step's time."""
+"""Context length in tokens up to which attention takes a small part of a step's time."""
 REPLAN_EVERY_STEPS = 8
-"""Steps for which a choice holds after the first NUM_WARMUP_STEPS. Choosing costs about 1 % of a
-small step."""
+"""Number of steps for which a chosen shape is kept, after the warm-up. Each choice costs about 1 %
+of a small step."""
 MIN_GAIN_TO_SWITCH = 1.02
-"""Minimum ratio of expected tokens per second, another shape to the one in use, for a switch."""
+"""Minimum ratio of another shape's expected tokens per second to those of the shape in use, for a
+switch to the other shape."""
 OUTLIER_RATIO = 1.5
 """Ratio of accepted to expected drafts above which a probed shape runs again in the next step. Only
-transitions that the shape in use does not measure count."""
+those drafts count whose transitions are not measured by the shape in use."""
 ACCEPTANCE_WINDOW = 400.0
+"""Number of latest rows over which an acceptance rate is averaged; older rows lose weight."""
 PRIOR_ROWS = 8.0
-"""Sample window of the acceptance rates, in rows; number of fictitious rows, all accepted, that
-they start with."""
+"""Number of fictitious rows, all accepted, with which each acceptance rate starts."""
 
 
 @dataclass(slots=True)
@@ -69,15 +80,17 @@ class BucketCosts:
 
     Attributes:
         step_s: Estimated step time in seconds. 0 if unknown.
-        num_samples: Number of planned steps, profiling included.
-        probed_at: ``num_planned_steps`` at the last probe. 0 if there was none.
-        probe_times_s: Times from the latest probes, after the time known before the first probe.
+        num_samples: Number of steps planned with the shape, profiling included.
+        probed_at: Value of ``num_planned_steps`` when the shape was last probed or ceased to be in
+            use. 0 if that never happened.
+        probe_times_s: Times in seconds from the latest probes. The first entry is the time known
+            before the first probe, until newer times replace it.
         current_shape: Shape in use.
         planned_shape: Shape of the next steps: the shape in use, or one to probe.
-        num_steps_left: Number of steps for which ``planned_shape`` still holds.
+        num_steps_left: Number of further steps for which ``planned_shape`` holds.
         num_planned_steps: Number of steps planned while serving, of all shapes.
         outlier_shape: Shape whose probe accepted many more drafts than expected, or None.
-        recent_runs: Last three runs of consecutive steps of one shape: (shape, step times).
+        recent_runs: Last three runs, each a pair (shape, times of consecutive steps of that shape).
     """
 
     step_s: list[float]
@@ -94,10 +107,11 @@ class BucketCosts:
     )
 
     def record_time(self, shape_index: int, step_s: float) -> None:
-        """Update the time of shape ``shape_index`` from one step.
+        """Update the time estimate of shape ``shape_index`` from one step.
 
-        After the first steps, only a completed probe counts. Its time is taken relative to the runs
-        right before and after it: changes of rows, contexts and machine affect all shapes equally.
+        In the first steps of a shape, the minimum counts. After that, only a completed probe
+        changes the estimate. The probe's time is compared with the runs right before and after it.
+        Changes of rows, contexts and machine load then affect all compared times equally.
         """
         if (
             not (known := self.step_s[shape_index])
@@ -120,7 +134,7 @@ class BucketCosts:
 
 
 def _lower_quartile(times: Sequence[float]) -> float:
-    """Return the lower quartile: other work on the machine only adds time, perhaps for a while."""
+    """Return the lower quartile, which is robust: other work on the machine only adds time."""
     return sorted(times)[(len(times) - 1) // 4]
 
 
@@ -147,9 +161,9 @@ class StepCostModel:
     def bucket_costs(self, num_rows: int, num_context: int = 0) -> BucketCosts:
         """Return the costs for a row bucket and a context length, creating them if necessary.
 
-        Row buckets with the same bit length share one entry. So do contexts of the same bit length
-        in units of SHORT_CONTEXT_TOKENS. A new entry starts with the costs of the nearest context
-        length of the same row buckets.
+        Row buckets with the same bit length, such as 4 to 7, share one entry. So do contexts with
+        the same bit length in units of SHORT_CONTEXT_TOKENS. A new entry starts with the costs of
+        the nearest context length for the same row buckets.
         """
         size = num_rows.bit_length(), (num_context // SHORT_CONTEXT_TOKENS).bit_length()
         if size not in self.buckets:
@@ -172,7 +186,7 @@ class StepCostModel:
         return self.buckets[size]
 
     def expected_tokens(self) -> list[list[float]]:
-        """Return the expected tokens per row and step, by shape and maximum depth of the path."""
+        """Return the expected tokens per row and step, by shape and maximum accepted depth."""
         acceptance_rates = (
             [self.acceptance_rates[transition] for transition in transitions]
             for transitions in self.transitions.by_shape
@@ -182,8 +196,8 @@ class StepCostModel:
     def next_unprofiled(self, sizes: Sequence[int]) -> tuple[int, int] | None:
         """Return the row bucket and shape to profile next, smallest first, or None.
 
-        Dominated shapes are skipped. Of the row buckets that share an entry, only the middle one is
-        profiled. The call counts as a sample of the returned shape.
+        Dominated shapes are skipped (``is_dominated``). If several row buckets share an entry, only
+        the middle one is profiled. The call counts as a sample of the returned shape.
         """
         for _, shared in groupby(sizes, int.bit_length):
             num_rows = (shared_sizes := list(shared))[len(shared_sizes) // 2]
@@ -195,7 +209,7 @@ class StepCostModel:
         return None
 
     def is_dominated(self, size: BucketCosts, shape_index: int) -> bool:
-        """Return whether steps without drafts are faster per token even if all drafts are accepted.
+        """Return whether a shape is slower per token than no drafts even if all are accepted.
 
         Assumes that a shape takes at least as long as every smaller shape that has been measured.
         """
@@ -241,18 +255,22 @@ def _record_key(costs: StepCostModel, key: StepKey, reports: Sequence[StepReport
 BatchSize = tuple[int, int]
 """Row bucket, and context length in tokens per row."""
 DraftLengthPolicy = Callable[[StepCostModel, BatchSize, Sequence[int]], int]
-"""``(costs, batch, number of rows by draft limit) -> index of the next step's draft shape``."""
+"""Function ``(costs, batch, number of rows by draft limit) -> index of the next step's draft
+shape``."""
 
 
 def choose_largest(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
-    """Return the largest draft shape that any row may use."""
+    """Return the index of the largest draft shape that at least one row may use."""
     return max_usable_shape(
         costs.draft_shapes, max(limit for limit, num in enumerate(wanted) if num)
     )
 
 
 def adaptive(costs: StepCostModel, batch: BatchSize, wanted: Sequence[int]) -> int:
-    """Return the draft shape with the most expected tokens per second, or one to measure."""
+    """Return the index of the draft shape with the most expected tokens per second.
+
+    Sometimes the index of another shape is returned, to measure or probe that shape.
+    """
     size = costs.bucket_costs(*batch)
     most = choose_largest(costs, batch, wanted)
     if not size.num_steps_left:
@@ -312,9 +330,11 @@ def _shape_to_probe(
 ) -> int | None:
     """Return the shape to probe now, or None.
 
-    A shape is due once enough steps were planned since its last probe. A dominated shape that was
-    measured is probed too: its time may have been a temporary disturbance, and only a probe can
-    correct it.
+    A shape is due after enough steps without any probe, if its probe would lose only a small share
+    of the time since its last one. Among due shapes, the one probed longest ago is returned.
+
+    A dominated shape is also probed if its time was measured. A temporary disturbance may have made
+    that time too long, and only a probe can correct it.
     """
     current = min(size.current_shape, len(tokens_per_s) - 1)
     best = max(tokens_per_s) or 1.0

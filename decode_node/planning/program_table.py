@@ -20,26 +20,28 @@ from tandem.decode_node.planning.step_plan import (
 MAX_PROGRAMS = 256
 """Maximum number of programs that a rank keeps. The least recently used one is evicted."""
 MAX_EAGER_STEPS = 128
-"""Eager steps of a program before it is captured although sequences have to wait for the capture.
-A capture takes about as long as these steps lose by running eagerly."""
+"""Number of eager steps after which a program is captured even if sequences have to wait. A capture
+takes about as long as these steps lose by running eagerly."""
 MAX_UNCAPTURABLE = 3
-"""Number of failed captures after which no more are tried: each failure in a gang ends an epoch."""
+"""Number of failed programs after which no more are recorded or captured. In a gang, each failure
+ends an epoch."""
 
 
 class ProgramTable:
-    """Programs by step key.
+    """The program of each step key, and how it executes.
 
-    In recorded mode, the first step of a key records its program. In captured mode, separate
-    CAPTURE steps capture the ``common_keys`` and all keys that were requested, while no rank has
-    work. A key that was requested for more than MAX_EAGER_STEPS steps is captured at once. Its
-    steps run eagerly until then.
+    In recorded mode, the first step of a key records its program. In captured mode, programs are
+    captured in separate CAPTURE steps while no rank has work. These are the programs of the
+    ``common_keys`` and of all keys that steps have used. A key's steps run eagerly until its
+    program is captured. After MAX_EAGER_STEPS eager steps, it is captured at once.
 
-    A key that a rank fails to capture stays eager on all ranks. Other keys are not affected.
+    If a rank fails to capture a key, that key stays eager on all ranks. Other keys are not affected
+    until MAX_UNCAPTURABLE have failed.
     """
 
     def __init__(self, common_keys: Iterable[StepKey] = ()) -> None:
         self._num_steps_wanted = dict.fromkeys(common_keys, 0)
-        """Number of eager steps so far of each key that is to be captured."""
+        """Number of eager steps so far, for each key whose program is to be captured."""
         self._program_ids: OrderedDict[StepKey, int] = OrderedDict()
         """Numbers of the programs that ranks keep, least recently used first."""
         self._free_ids = list(range(MAX_PROGRAMS - 1, -1, -1))
@@ -54,7 +56,7 @@ class ProgramTable:
                 self._free_ids.append(self._program_ids.pop(key))
 
     def plan(self, key: StepKey, exec_mode: str, purpose: str = SERVE) -> StepPlan:
-        """Return the plan of a step of ``key``, or of the step that captures its program first.
+        """Return the plan for a step of ``key``, or for a step that first captures its program.
 
         ``exec_mode`` is the best execution mode that all ranks support.
         """
@@ -105,8 +107,8 @@ def common_step_keys(
 ) -> list[StepKey]:
     """Return the keys of the most frequent steps, largest batch size first.
 
-    Each size has keys for greedy and for sampled rows, for the usual catch-up widths and for all
-    draft shapes from ``min_shape_index`` on.
+    For each size, these are all combinations of a draft shape from ``min_shape_index`` on, a usual
+    catch-up width, and greedy or sampled rows.
     """
     return [
         StepKey(num_rows=num_rows, shape_index=shape_index, catch_up=amount, traits=traits)

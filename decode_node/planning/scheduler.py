@@ -25,8 +25,9 @@ MAX_WAITING = 4096
 class Scheduler:
     """Owns the rows of a decode rank and its sequences in all states. Pages come from ``pool``.
 
-    Requests are granted a row and pages in arrival order. Resumed requests go before new ones,
-    which get one grant in NEW_REQUEST_SHARE. A request that needs many pages is never overtaken.
+    Requests are granted a row and pages in arrival order, but resumed requests go before new ones.
+    One grant in NEW_REQUEST_SHARE always goes to a new request (core/turns.py). A request that
+    needs many pages is never overtaken.
 
     Pages are allocated as sequences grow, two steps ahead. When the pool is full, the youngest
     running sequence is preempted. It can resume from (prompt_ids, output_ids) without loss. A
@@ -70,7 +71,7 @@ class Scheduler:
         """Add a request to the queue for a row and pages, which ``grant`` serves.
 
         Raises:
-            ValueError: Prompt and maximum output exceed the pool.
+            ValueError: Prompt and maximum output need more pages than the pool has.
             Overloaded: The request is new and MAX_WAITING new requests wait already.
         """
         budget = remaining_budget(
@@ -157,7 +158,7 @@ class Scheduler:
         self.sequences[sequence.identity] = self._running_by_row[sequence.row] = sequence
 
     def drop(self, identity: Identity) -> bool:
-        """End a sequence or its wait for a row; return whether it held one.
+        """End a sequence, or its wait for a row; return whether it held a row.
 
         Row and pages are freed once no step in flight may access them.
         """
@@ -229,9 +230,9 @@ class Scheduler:
     def runnable(self, is_suspects_turn: bool = False) -> list[RunningSequence]:
         """Return the sequences of the next step.
 
-        Sequences that the steps in flight are certain to finish, at one token per step or more, are
-        left out. The result is either the oldest suspect alone or all other sequences, by row. If
-        both exist, the suspect runs if ``is_suspects_turn``.
+        Each step emits at least one token per sequence. Sequences that the steps in flight will
+        certainly finish are therefore left out. The result is either the oldest suspect alone or
+        all other sequences, by row. If both exist, the suspect runs if ``is_suspects_turn``.
         """
         left = [s for s in self._running_by_row if s and s.num_in_flight < s.num_output_left]
         others = [s for s in left if not s.num_isolated_steps]
@@ -243,14 +244,14 @@ class Scheduler:
         return sum(map(self._num_missing_pages, sequences)) > self._pool.num_available
 
     def _short_of_pages(self) -> list[RunningSequence]:
-        """Return the running sequences that need more pages. Called every step, so kept cheap."""
+        """Return the running sequences that need more pages. Kept cheap: every step calls it."""
         size = self._pool.page_size
         running = filter(None, self._running_by_row)
         short = [s for s in running if s.num_known + self._num_ahead > len(s.pages) * size]
         return [s for s in short if len(s.pages) < s.limits.max_pages]
 
     def _num_reserved_pages(self) -> int:
-        """Number of pages that grants leave free: one per sequence that may still grow."""
+        """Return the number of pages that grants leave free: one per sequence that may grow."""
         return sum(s.limits.max_pages > len(s.pages) for s in self.sequences.values())
 
     def _num_missing_pages(self, sequence: RunningSequence) -> int:
@@ -258,7 +259,7 @@ class Scheduler:
         return max(0, num_wanted - len(sequence.pages))
 
     def _num_pages(self, num_tokens: int) -> int:
-        """Return the pages needed for ``num_tokens`` known tokens and two more steps."""
+        """Return the number of pages needed for ``num_tokens`` known tokens and two more steps."""
         return self._pool.num_pages_for(num_tokens + self._num_ahead)
 
     def check_integrity(self) -> None:

@@ -9,8 +9,9 @@ from tandem.core.identity import Identity
 from tandem.core.request import Request
 
 NUM_ISOLATED_STEPS = 8
-"""Number of steps that a suspected sequence runs alone. If it crashed the rank, it crashes it
-again within these steps. Exceeds the tokens that a lost rank may have produced but not sent."""
+"""Number of first steps that a suspect sequence runs alone. It exceeds the number of tokens that a
+lost rank may have produced but not sent. If the sequence crashed that rank, it therefore repeats
+the crash within these steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +58,16 @@ class RunningSequence:
 
     Attributes:
         pages: KV pages in order; the list grows with the sequence.
-        num_output: Output tokens of all steps read so far, including resumed ones.
+        num_output: Number of output tokens from all steps read so far, including those before a
+            resume.
         draft_limit: Maximum number of drafts that the sequence accepts per step.
         max_depth: Maximum draft depth of the rank.
         backlog: Upper bound of the drafter's backlog after the latest launched step, in the
             drafter's own unit (core/execution.py).
-        num_isolated_steps: Number of next steps that the sequence must run alone.
+        num_isolated_steps: Number of further steps in which the sequence must run alone.
         num_in_flight: Number of steps that were launched and not yet read.
         last_depth: Draft depth of the latest launched step.
-        first_accepted: Drafts accepted in the first step.
+        first_accepted: Number of drafts accepted in the first step.
         steps: Number of steps by (draft depth, drafted nodes, accepted drafts).
     """
 
@@ -102,7 +104,8 @@ class RunningSequence:
     def record_step(self, draft_shape: DraftShape, num_accepted: int, num_kept: int) -> None:
         """Count one step that emitted ``num_accepted`` drafts plus one token.
 
-        Only the first ``num_kept`` of these tokens were kept. The others do not count as accepted.
+        Only the first ``num_kept`` of these tokens were kept, because the sequence ended there. The
+        others do not count as accepted.
         """
         num_accepted = min(num_accepted, num_kept)
         if not self.steps:

@@ -30,15 +30,15 @@ class SamplingTraits:
 GREEDY_TRAITS = SamplingTraits()
 SAMPLED_TRAITS = SamplingTraits(all_greedy=False)
 MAX_SAMPLING_TRAITS = 48
-"""Number of different SamplingTraits. Programs of one batch size and draft shape number at most
-this times the drafter's catch-up widths."""
+"""Number of different SamplingTraits. For one batch size and draft shape, there is at most one
+program per SamplingTraits and catch-up width."""
 
 
 def program_rule_names(requested: Iterable[str]) -> tuple[str, ...]:
-    """Return the acceptance rules of a program whose rows request ``requested``, sorted.
+    """Return the sorted acceptance rules of a program whose rows request ``requested``.
 
-    All rules are included if rows request more than one rule besides strict. Few programs then
-    serve all mixtures.
+    If rows request more than one rule besides strict, all rules are returned. A few programs then
+    serve all mixtures of rules.
     """
     rule_names = {*requested} or {STRICT}
     return tuple(sorted(ACCEPTANCES if len(rule_names - {STRICT}) > 1 else rule_names))
@@ -58,8 +58,8 @@ def merge_traits(traits: Iterable[SamplingTraits]) -> SamplingTraits:
 class StepKey:
     """Key of a step's program, the same on every rank.
 
-    Captured collectives are therefore replayed by all ranks or by none, as NCCL requires (NCCL user
-    guide, Using NCCL with CUDA Graphs).
+    Because of this, all ranks replay a captured collective or none does, as NCCL requires (NCCL
+    user guide, Using NCCL with CUDA Graphs).
 
     Attributes:
         num_rows: Batch size of each rank, padding included.
@@ -84,10 +84,10 @@ class StepPlan:
     """The next step of all ranks.
 
     Attributes:
-        purpose: SERVE for sequences. PROFILE measures the cost of the step on dummy rows. CAPTURE
-            captures the program on padding rows.
+        purpose: SERVE computes sequences. PROFILE measures the time of a step on dummy rows.
+            CAPTURE captures the program on padding rows.
         program_id: Number of the program in the ProgramTable. None: the step runs eagerly.
-        is_final_mode: Whether the program of an eager step will not be captured later.
+        is_final_mode: False for an eager step whose program will be captured later.
         num_context: Maximum ``num_context`` of all proposals.
     """
 
@@ -104,8 +104,9 @@ class StepReport:
 
     Attributes:
         program_s: Run time of the tensor program, in seconds.
-        num_attempts: Rows that reached each transition's start (acceptance_stats.py).
-        num_successes: Rows that passed each transition.
+        num_attempts: Number of rows that reached the start of each transition (acceptance_stats.py)
+            and may go deeper.
+        num_successes: Number of rows that reached the end of each transition.
         is_steady_state: False if later steps of this key will take less time.
         num_context: ``num_context`` of the plan.
     """

@@ -1,6 +1,6 @@
 """The step planner: merges the proposals of all ranks into one plan.
 
-The decision depends only on the proposals, the cost model and the program table. Only the planner
+The decision depends only on the proposals, the cost model and the program table. No other object
 keeps the latter two.
 """
 
@@ -26,8 +26,9 @@ from tandem.decode_node.planning.step_plan import (
 class StepPlanner:
     """Decides the next step from the proposals of all ranks (runtime/lockstep.py: Decide).
 
-    While no rank holds or awaits sequences, pending programs are captured (program_table.py). After
-    that, while no rank has rows, steps of unknown cost are measured if ``may_profile``.
+    While no rank holds or awaits sequences, pending programs are captured (program_table.py). When
+    none is pending and no rank has rows to compute, steps of unknown cost are measured if
+    ``may_profile``.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ DeviceTimestamp = float | torch.cuda.Event
 def timestamp(device: torch.device) -> DeviceTimestamp:
     """Record the time at which the device completes the work issued so far.
 
-    A CPU has completed it already when this is called.
+    On a CPU this work is already complete, so the time is now.
     """
     if device.type == "cpu":
         return time.perf_counter()

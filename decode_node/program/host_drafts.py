@@ -1,7 +1,8 @@
 """Runs drafters with ``runs_on_host`` before a step's program and passes it their drafts.
 
 If such a drafter raises, or returns tensors of a wrong shape, this rank's step runs without drafts.
-Its sequences and the epoch are not affected.
+Its sequences and the epoch are not affected. If the device is lost, or the drafter uses
+collectives, the error is raised instead.
 """
 
 import logging
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 class HostDraftRunner:
     """Runs a drafter on the host and checks its output.
 
-    ``num_draftless_steps`` is the number of steps whose drafter failed. A failure is logged if its
-    number is a power of two.
+    ``num_draftless_steps`` is the number of steps in which the drafter failed. The failures number
+    1, 2, 4, 8 and so on are logged.
     """
 
     def __init__(self, loaded: LoadedModel, caches: Caches) -> None:
@@ -41,7 +42,8 @@ class HostDraftRunner:
     ) -> tuple[Tensor, ...]:
         """Run the drafter and return its drafts as program inputs (see ``unpack_drafts``).
 
-        The probabilities q are included if some row uses rejection sampling and not all are greedy.
+        The drafter's probabilities q are included if some row uses rejection sampling, unless all
+        rows are greedy.
         """
         drafts = self._drafts(key, draft_shape, rows)
         assert drafts.num_B is not None
@@ -63,7 +65,7 @@ class HostDraftRunner:
             parents_BN=none_BN if draft_shape.parents is None else None,
         )
         try:
-            # The drafter has no part in a step that neither drafts nor catches up.
+            # The drafter is not called in a step that neither drafts nor catches up.
             if draft_shape.num_nodes or key.catch_up:
                 drafts = draft(
                     drafter=self._loaded.drafter,
@@ -97,7 +99,7 @@ def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
     """Return ``drafts`` with valid values, on the device of ``like``.
 
     Token ids, parents and numbers of drafts are clamped to their valid ranges. Raises ValueError if
-    a tensor has a wrong shape or must not be there.
+    a tensor has another shape than ``like`` requires, or should be absent.
     """
     like_BN, (num_rows, num_drafts) = like.tokens_BN, like.tokens_BN.shape
     tokens_BN = drafts.tokens_BN

@@ -135,7 +135,8 @@ class Launcher:
     def _num_pages(self, sequences: list[RunningSequence], key: StepKey) -> int | None:
         """Return the page-table width that the longest row needs, in pages.
 
-        None (full width) if the kernels read pages in place, because wide tables then cost nothing.
+        Returns None (full width) if the kernels read pages in place, because wide tables then cost
+        nothing.
         """
         if self._loaded.kernels.reads_paged_cache:
             return None

@@ -22,8 +22,8 @@ from tandem.model.sampling.acceptance.base import VerifyOutcome
 from tandem.runtime.engine_loop import is_fatal
 
 MAX_TRIES = 2
-"""Failures of a program's first run, in steps with sequences, after which it is refused. A single
-failure may have been caused by the step's rows."""
+"""Number of failures of a program's first run after which the program stays eager. Only steps with
+sequences count. A single failure may have been caused by the step's rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class PreparedStep:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of a step. The next step may overwrite the tensors, in device order.
+    """Result of a step. The device may overwrite the tensors in the next step.
 
     Attributes:
         outcome: Accepted tokens.
@@ -63,8 +63,8 @@ class Programs:
     planner alone decides which program runs and in which mode. A drafter with ``runs_on_host`` is
     called before the program.
 
-    ``uncapturable`` are the keys whose programs failed, with the reasons. The loaded model keeps
-    them for later epochs.
+    ``uncapturable`` maps the keys whose programs could not be recorded or captured to the reasons.
+    The loaded model keeps it for later epochs.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Programs:
         return ", ".join([*status, *filter(None, [self._loaded.drafter.status_note])])
 
     def counts(self) -> dict[str, float]:
-        """Return the number of steps whose drafter failed, and of programs that stay eager."""
+        """Return two counters: steps whose drafter failed, and programs that stay eager."""
         lost = self._host_drafts.num_draftless_steps
         return {"num_draftless_steps": lost, "num_refused_programs": len(self.uncapturable)}
 
@@ -115,7 +115,7 @@ class Programs:
         return StepResult(VerifyOutcome(*outcome), hidden_or_logits, is_steady_state)
 
     def capture_program(self, step: PreparedStep) -> None:
-        """Capture a program, on rows that belong to no sequence."""
+        """Capture the program of ``step``, on rows that belong to no sequence."""
         inputs = self._inputs(step)
         function = self._function(step)
         while not function.is_ready:
@@ -152,7 +152,7 @@ class Programs:
     def _call(
         self, key: StepKey, function: ReplayableFunction, inputs: tuple[Tensor, ...], max_tries: int
     ) -> tuple[Tensor, ...]:
-        """Call ``function``. The key is refused once ``max_tries`` first runs of it have failed."""
+        """Call ``function``. Its key becomes uncapturable after ``max_tries`` failed first runs."""
         try:
             return function(*inputs)
         except Exception as error:

@@ -43,10 +43,10 @@ class RowState:
 
 @dataclass(frozen=True, slots=True)
 class RowTensors:
-    """Rows between two steps. The first axis of every tensor is the row.
+    """State and settings of rows between two steps. The first axis of every tensor is the row.
 
-    ``table`` is the drafter's table of all rows. ``rows_B`` are the selected rows' indices in it,
-    None before a selection.
+    ``table`` is the drafter's table of all rows. ``rows_B`` are the indices of the selected rows in
+    this table, None before rows are selected.
     """
 
     state: RowState
@@ -59,16 +59,16 @@ class RowTensors:
 
 
 DUMMY_CONTEXT_TOKENS = 512
-"""Context length of dummy rows in tokens. Attention is a large part of a step's time, so the rows
-that profile it need a realistic context."""
+"""Context length of dummy rows in tokens. Attention is a large part of a step's time, so profiling
+needs rows with a realistic context."""
 
 
 class Rows:
     """Owns the row tensors of a rank. Used on the engine thread only.
 
     The ``num_rows`` slots of sequences come first, then two padding rows, then ``num_rows`` dummy
-    rows. Padding is read from one padding row and written to the other, so it is the same in every
-    step. Page tables are ``width`` pages wide.
+    rows. Steps read padding from the first padding row and write it to the second. Padding is
+    therefore the same in every step. Page tables are ``width`` pages wide.
 
     Dummy rows are for profiling. They are computed like real rows with a context of
     DUMMY_CONTEXT_TOKENS tokens, spread over experts and over the pages of ``pool``. Padding and
@@ -106,7 +106,8 @@ class Rows:
 
         Args:
             first_token: First output token, which is not in the KV cache yet.
-            features_F: Drafter features of the tokens before it. None if none were handed over.
+            features_F: Drafter features of the tokens before ``first_token``. None if none were
+                handed over.
         """
         row = sequence.row
         original = sequence.request
@@ -125,9 +126,9 @@ class Rows:
 
     @torch.inference_mode(False)
     def allocate_logit_rules(self) -> None:
-        """Allocate the logit-rule tensors unless they exist. Steps with rules need them.
+        """Allocate the logit-rule tensors, which steps with logit rules need, unless they exist.
 
-        They are no inference tensors, because they are also written outside of inference mode.
+        They are created outside of inference mode, because they are also written outside of it.
         """
         if self._logit_rules is None:
             vocab_size = self._loaded.config.vocab_size
@@ -159,7 +160,7 @@ class Rows:
     def select(
         self, read_B: Tensor, num_pages: int | None, traits: SamplingTraits = GREEDY_TRAITS
     ) -> RowTensors:
-        """Gather the rows ``read_B``. Page tables are cut to ``num_pages`` columns unless None."""
+        """Gather the rows ``read_B``. Page tables are ``num_pages`` columns wide (None: all)."""
         pages_BP = self._table.page_table_BP[:, :num_pages]
         rows = select_rows(replace(self._table, page_table_BP=pages_BP), read_B)
         rules = None
@@ -197,8 +198,8 @@ class Rows:
 
         Tokens of dummy rows are spread over the vocabulary, so that the rows use different experts.
         Each row reads different pages of ``pool``. Shared pages would stay in the fastest cache,
-        and steps without drafts would seem to take two thirds of their time. The pages end before
-        the slots that a step writes.
+        and steps without drafts would appear to take two thirds of their real time. The pages do
+        not include the slots that a step writes.
         """
         num_known = self._loaded.max_model_len // 2
         width = self._no_pages_1P.shape[1]
@@ -218,7 +219,7 @@ class Rows:
         draft_limit: int = 0,
         is_real: bool = True,
     ) -> RowTensors:
-        """Build a row on the device. The request's last output id is its last emitted token."""
+        """Build the tensors of one row. Its last known token is ``request.output_ids[-1]``."""
         speculation = request.speculation
         drafter = self._loaded.drafter
         dtype = self._loaded.dtype

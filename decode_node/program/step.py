@@ -1,8 +1,14 @@
 """One decode step as functions over tensors: draft, verify, accept, commit.
 
 Shapes depend only on (rows, draft shape, pages), and no function waits for the host.
-Shape legend: B rows, N drafts, N1 = N + 1 places of a chain or nodes of a tree, E places that a row
-may emit (N1 of a chain), D hidden, V vocabulary.
+
+Shape legend:
+    B: rows
+    N: drafts of a row
+    N1: N + 1 places: the last known token and the drafts
+    E: places whose tokens a row may emit; N1 for a chain
+    D: hidden size
+    V: vocabulary
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +32,7 @@ from tandem.model.sampling.thinking import phase_after
 
 
 class StepShape(NamedTuple):
-    """A draft shape, and its tree for one row. None if it is a chain or is built per step."""
+    """A draft shape, and the tree of one row. ``tree`` is None for chains and per-step trees."""
 
     draft_shape: DraftShape
     tree: Tree | None
@@ -39,7 +45,7 @@ class StepOutput:
     Attributes:
         outcome: Accepted tokens, in the form that the host reads.
         emitted: Emitted tokens and their features, in the form that drafters read.
-        hidden_BED: Hidden states of the places that may be emitted.
+        hidden_BED: Hidden states of the places whose tokens a row may emit.
         logits_BEV: Raw logits of these places.
         state: State of the rows after the step.
     """
@@ -129,7 +135,7 @@ def verify_input(
 def draft(
     drafter: Drafter, caches: Caches, rows: RowTensors, key: StepKey, draft_shape: DraftShape
 ) -> Drafts:
-    """Call the drafter for the selected ``rows``."""
+    """Call the drafter for the selected ``rows`` and return its drafts."""
     state = rows.state
     assert rows.rows_B is not None, "rows are selected"
     rule_args = key.traits.rule_names, rows.acceptance.rule_B
@@ -191,9 +197,9 @@ def verify(
 
 
 def verify_slots(num_known_B: Tensor, num_drafts: int) -> Tensor:
-    """Return the main-model slots [B, N1] of the last token and its drafts.
+    """Return the slots [B, N1] of the last known token and of the drafts in the main cache.
 
-    For a chain they are also the positions.
+    Slots count from the start of the sequence. For a chain they equal the positions.
     """
     offsets = torch.arange(num_drafts + 1, device=num_known_B.device)
     return (num_known_B - 1).unsqueeze(1) + offsets
@@ -204,7 +210,7 @@ def move_path(
 ) -> None:
     """Copy the cache entries of accepted drafts to the slots that a chain would have used.
 
-    The remaining tree entries after them are overwritten by later steps.
+    Later steps overwrite the tree's other entries, which come after these slots.
     """
     assert result.path_BE is not None
     start_B1 = (rows.state.num_known_B - 1).unsqueeze(1)
@@ -224,7 +230,7 @@ def move_path(
 
 
 def gather_path(x_BNX: Tensor, path_BE: Tensor) -> Tensor:
-    """Gather the values [B, E, X] at the nodes of each row's path."""
+    """Gather the values [B, E, X] at the nodes of each row's accepted path."""
     return x_BNX.gather(1, path_BE.unsqueeze(2).expand(-1, -1, x_BNX.shape[2]))
 
 

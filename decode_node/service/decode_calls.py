@@ -1,6 +1,6 @@
 """Messages from a gateway to a decode rank: ``grant``, then ``start``; ``abort`` at any time.
 
-``abort`` takes an Identity and drops the sequence in any phase. Calls for it that arrive later are
+``abort`` takes an Identity and drops the sequence in any phase. Later calls for this sequence are
 refused.
 """
 
@@ -14,10 +14,10 @@ from tandem.kv_transfer.messages import Offer
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Request for a row and pages. The reply is sent once they are granted, in turn.
+    """Request for a row and pages. The reply is sent once the sequence holds them.
 
-    ``session`` is the nonce of the gateway session that renews them. Resumed requests go before new
-    ones.
+    ``session`` is the number of the gateway's session. If the session is not renewed, the row and
+    pages are freed. Resumed requests have priority over new ones.
     """
 
     identity: Identity

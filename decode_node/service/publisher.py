@@ -1,4 +1,4 @@
-"""Sends each gateway session the updates of its sequences, and heartbeats."""
+"""Sends the updates of its sequences, and heartbeats, to each gateway session."""
 
 import asyncio
 from collections import defaultdict
@@ -44,7 +44,7 @@ class FramePublisher:
         return unsubscribe
 
     def on_heartbeat(self, session: int) -> None:
-        """Renew the session and send a heartbeat that lists its sequences.
+        """Renew the session and reply with a heartbeat that lists its sequences.
 
         If the engine has stopped, the error is sent instead.
         """

@@ -33,11 +33,16 @@ from tandem.runtime.parts import RankParts
 
 log = logging.getLogger(__name__)
 REMEMBER_ABORTS_S = 600.0
-"""Seconds for which an aborted identity is remembered, to refuse calls that the abort overtook."""
+"""Seconds for which an aborted identity is remembered, to refuse its calls that arrive after the
+abort."""
 
 
 class KvReceiver(Protocol):
-    """Waits until a sequence's KV cache is in its granted pages, transferring it if necessary."""
+    """Interface of the part that brings a sequence's KV cache into its granted pages.
+
+    ``pull`` returns once the cache is there. If the rank computes the prompt itself, nothing is
+    transferred.
+    """
 
     async def pull(
         self, offer: Offer, control: Control, pages: Sequence[int]
@@ -49,10 +54,11 @@ class KvReceiver(Protocol):
 
 
 class DecodeRank:
-    """RPC service of a decode rank. The creator starts ``parts.loop``; ``stop`` ends both.
+    """RPC service of a decode rank. The creator must start ``parts.loop``.
 
     Owns the pending grants, the pulls in flight and the sessions. Rows and pages belong to the
-    engine. ``find_control(owner, epoch)`` returns the control channel of an offer's prefill rank.
+    engine. ``find_control(owner, epoch)`` returns the connection for control calls to an offer's
+    prefill rank. ``stop`` ends the service and the loop.
     """
 
     def __init__(
@@ -103,7 +109,10 @@ class DecodeRank:
         await asyncio.to_thread(self.loop.stop)
 
     async def _grant(self, grant: Grant) -> None:
-        """Wait until a row and pages are held. Raises HandoverError if the sequence is aborted."""
+        """Wait until the sequence holds a row and pages.
+
+        Raises HandoverError if the sequence is aborted.
+        """
         identity = grant.identity
         self._check_not_aborted(identity)
         if self.sessions.session_of(identity) is not None:
@@ -111,7 +120,7 @@ class DecodeRank:
         self.sessions.add(grant.session, identity)
         granted = self._pending_grants[identity] = self._asyncio.create_future()
         try:
-            # Posted before the first await, so that an abort is posted after it.
+            # Post this before the first await, so that no abort can be posted before it.
             enqueued = self.loop.post(lambda: self.engine.enqueue(identity, grant.size))
             await asyncio.gather(asyncio.wrap_future(enqueued), granted)
         except BaseException:
@@ -201,8 +210,8 @@ class DecodeRank:
     async def _abort(self, identity: Identity) -> None:
         """End a sequence in any phase. Repeated aborts are allowed.
 
-        A pull is cancelled first, because its pages may be freed only after that. Calls of the
-        sequence that arrive later are refused.
+        A pull is cancelled first, because its pages may be freed only after that. Later calls for
+        this sequence are refused.
         """
         self._recently_ended.add(identity, None)
         self._resolve_grant(identity, HandoverError(f"{identity} was aborted while it waited"))
@@ -226,7 +235,7 @@ class DecodeRank:
         self._recently_ended.sweep()
 
     def _on_failure(self, error: BaseException) -> None:
-        """Fail pending grants and readers of a stopped engine. Called on the engine thread."""
+        """Fail pending grants and readers: the engine has stopped. Called on the engine thread."""
         self._asyncio.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
@@ -235,7 +244,7 @@ class DecodeRank:
             self._resolve_grant(identity, RankDied(f"the engine stopped: {error!r}"))
 
     def _heartbeat(self, alive: tuple[Identity, ...]) -> Heartbeat:
-        """Build a heartbeat without waiting for the engine thread, whose progress it reports.
+        """Build a heartbeat with the engine thread's progress. Does not wait for that thread.
 
         ``alive`` are the sequences that the session holds.
         """
@@ -261,9 +270,9 @@ class DecodeRank:
 
 
 async def build(parts: RankParts, find_control: Callable[[str, int], Control]) -> DecodeRank:
-    """Create a decode rank that pulls KV caches from prefill ranks, and serve its frames.
+    """Create a decode rank, which pulls KV caches from prefill ranks, and start to serve frames.
 
-    Raises ValueError if it cannot listen.
+    Raises ValueError if the rank cannot listen on its address.
     """
     rank = DecodeRank(
         parts,

@@ -10,7 +10,7 @@ from tandem.core.identity import Identity
 
 
 class Sessions:
-    """Sessions by nonce. A session expires if it is not renewed for ``lease_s`` seconds."""
+    """Sessions by their number. A session expires if it is not renewed for ``lease_s`` seconds."""
 
     def __init__(self, lease_s: float, clock: Callable[[], float]) -> None:
         self._lease_s = lease_s
@@ -19,7 +19,7 @@ class Sessions:
         self._owners: dict[Identity, int] = {}
 
     def __len__(self) -> int:
-        """Number of sequences of all sessions."""
+        """Return the number of sequences of all sessions."""
         return len(self._owners)
 
     def renew(self, session: int) -> None:

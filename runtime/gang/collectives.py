@@ -1,7 +1,7 @@
-"""Collectives of one epoch of a gang over torch.distributed, and the rank's position in them.
+"""Collective operations of a gang in one epoch (torch.distributed), and a rank's position in them.
 
-The group is constructed directly, on a store of this epoch; no default group exists. Any error ends
-the epoch.
+The process group is constructed directly, on a store that belongs to this epoch. There is no
+default group. Any error ends the epoch.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ CONNECT_S = 30.0
 
 
 class Collectives:
-    """Collectives of one rank.
+    """One rank's end of the gang's collectives.
 
-    The engine thread calls them. ``abort`` and ``position`` may be used by any thread. ``close``
-    also unblocks the peers that wait for this rank: they notice a closed connection at once, but a
-    missing rank only after a timeout.
+    The engine thread calls the collectives. ``abort`` and ``position`` may be used by any thread.
+    ``close`` also unblocks the ranks that wait for this one. They notice a closed connection at
+    once, but a missing rank only after a timeout.
     """
 
     def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
@@ -37,9 +37,9 @@ class Collectives:
         self.start_step(0, CONNECT_S)
 
     def start_step(self, step: int, timeout_s: float) -> None:
-        """Start a step and count its collectives from 1.
+        """Start step number ``step`` and count its collectives from 1.
 
-        On CPU, each collective times out after ``timeout_s``.
+        On a CPU, each collective of the step times out after ``timeout_s``.
         """
         self.position = LockstepPosition(step)
         self._options.timeout = timedelta(seconds=timeout_s)
@@ -47,8 +47,9 @@ class Collectives:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's ``x``: [R, *x.shape].
 
-        Uses ``all_to_all`` on CPU, because gloo's all-gather is a ring of R - 1 rounds in which
-        each rank waits only for its neighbour.
+        On a CPU, this uses ``all_to_all``, in which every rank exchanges data with every other
+        rank. Gloo's all-gather is a ring of R - 1 rounds, in which a rank waits only for its
+        neighbour.
         """
         if x.device.type == "cpu":
             return self.all_to_all(x.expand(self.num_ranks, *x.shape), operation="all_gather")
@@ -78,7 +79,7 @@ class Collectives:
         return out
 
     def abort(self) -> None:
-        """Abort collectives that run on a GPU. Waits of gloo end when the first peer closes."""
+        """Abort collectives that run on a GPU. On a CPU, they end when the first peer closes."""
         group = self._group
         if group is not None and group.name() == "nccl":
             self.is_aborted = True
@@ -90,7 +91,7 @@ class Collectives:
         self._group = None
 
     def _call(self, operation: str, start: Callable[[Any], Any]) -> None:
-        """Start a collective and wait for it: on a GPU the stream waits, not the host."""
+        """Start a collective and wait for it. On a GPU the stream waits for it, not the host."""
         self.position = LockstepPosition(self.position.step, self.position.number + 1, operation)
         if self._group is None:
             raise EpochEnded(f"rank {self.rank}, {self.position}: the group is closed")
@@ -104,10 +105,11 @@ class Collectives:
 def connect(
     store: Callable[[], Store], rank: int, num_ranks: int, device: torch.device, host: str
 ) -> Collectives:
-    """Join the other ranks through ``store``, which this call opens and which belongs to one epoch.
+    """Connect to the other ranks of the gang, which meet in the epoch's store.
 
-    Blocks for at most CONNECT_S for the store and again for the ranks. Raises EpochEnded if they
-    are not there in time.
+    ``store`` is a function that opens a client of the store. Blocks for at most CONNECT_S seconds
+    for the store and CONNECT_S seconds for the ranks. Raises EpochEnded if these are not there in
+    time.
     """
     try:
         if device.type == "cpu":

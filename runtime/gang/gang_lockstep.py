@@ -1,4 +1,7 @@
-"""A rank's client of the gang's planner: sends proposals, receives plans, detects epoch ends."""
+"""A rank's client of its gang's planner: sends proposals and receives plans.
+
+When its connection to the planner ends, the epoch is over.
+"""
 
 import math
 import selectors
@@ -28,25 +31,25 @@ from tandem.runtime.lockstep import Decide, Key, Lockstep, Plan, Proposal
 from tandem.runtime.stall_detector import StallDetector
 
 DATA_FACTOR = 3
-"""Multiple of the stall threshold for which a rank waits for the others. A stalled rank is ended
-before that."""
+"""Maximum time that a rank waits for other ranks, as a multiple of the stall threshold. A rank that
+has stalled is ended before that."""
 TICK_S = 0.5
-"""Seconds between two checks whether the device is late."""
+"""Seconds between two checks whether the device has exceeded its timeout."""
 
 
 class GangLockstep(Lockstep):
-    """Lockstep of one rank in one epoch, and a Planner whose plans come from rank 0.
+    """Lockstep of one rank in one epoch. It is also the rank's Planner; its plans come from rank 0.
 
-    The constructor meets the other ranks. It blocks for at most twice CONNECT_S and raises
-    EpochEnded if they do not come. The engine thread alone calls ``plan``; a separate thread reads
-    the planner's messages.
+    The constructor connects to the other ranks and blocks until that is done. It raises EpochEnded
+    if they do not connect in time (CONNECT_S). Only the engine thread calls ``plan``. A separate
+    thread reads the planner's messages.
 
-    Owns ``collectives`` and, on rank 0, ``planner_server``. ``close`` ends these and the
-    connection, which every other rank sees as the end of the epoch.
+    Owns ``collectives`` and, on rank 0, ``planner_server``. ``close`` ends both, and the connection
+    to the planner. All other ranks then see that the epoch is over.
 
     Args:
-        spec: The rank in this epoch.
-        rendezvous: Where the ranks meet.
+        spec: Parameters of the rank in this epoch.
+        rendezvous: Addresses at which the ranks meet.
         planner_server: The planner on rank 0, None on other ranks.
         device: Device of the collectives.
         stall_detector: Detector of the engine thread; its threshold determines the timeout of each
@@ -89,7 +92,7 @@ class GangLockstep(Lockstep):
         schema: tuple[type[Proposal], type[Key]],
         on_step_requested: Callable[[], None],
     ) -> "GangLockstep":
-        """Start planning and return this object; see Lockstep."""
+        """Start planning and return this object, which is the planner; see ``Lockstep.planner``."""
         self._on_step_requested = on_step_requested
         self._key_type = schema[1]
         if self._planner_server is not None:
@@ -99,11 +102,17 @@ class GangLockstep(Lockstep):
 
     @property
     def is_step_requested(self) -> bool:
-        """Whether other ranks want a step, or the epoch is over, which the next ``plan`` raises."""
+        """Whether the engine must call ``plan``: other ranks want a step, or the epoch is over.
+
+        If the epoch is over, ``plan`` raises EpochEnded.
+        """
         return self._requested_step >= self._next_step or bool(self._end_reason)
 
     def plan(self, proposal: Any) -> Plan[Any]:
-        """Return the next plan. Raises EpochEnded if the epoch is over or no plan comes in time."""
+        """Send ``proposal`` and return the plan of the next step.
+
+        Raises EpochEnded if the epoch is over or no plan arrives in time.
+        """
         step = self._next_step
         timeout_s = self._timeout_s()
         self.collectives.start_step(step, timeout_s)
@@ -123,7 +132,7 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def collective_section(self) -> Iterator[None]:
-        """Return a context for work that all ranks compute together: an error ends the epoch."""
+        """Return a context for work that all ranks compute together. An error ends the epoch."""
         try:
             yield
         except EpochEnded:
@@ -133,10 +142,10 @@ class GangLockstep(Lockstep):
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """Return a context for waits for the device.
+        """Return a context in which the host waits for the device.
 
-        After a timeout the reader thread aborts the collectives, because those of a device have no
-        timeout.
+        Collectives on a GPU have no timeout. If the wait takes too long, the reader thread
+        therefore aborts them, and the context raises EpochEnded.
         """
         self._due_at = self._clock() + self._timeout_s()
         try:
@@ -151,7 +160,7 @@ class GangLockstep(Lockstep):
             raise EpochEnded(f"{self._name}: {self._end_reason}")
 
     def close(self) -> None:
-        """End the epoch. Called on the engine thread, or after it has ended."""
+        """End the epoch. Called on the engine thread, or after that thread has ended."""
         shutdown_socket(self._connection)
         if self._reader.ident is None:
             self._connection.close()
@@ -169,7 +178,7 @@ class GangLockstep(Lockstep):
             raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
 
     def _read(self) -> None:
-        """Read the planner's messages until the epoch is over."""
+        """Read the planner's messages until the epoch is over; end it if the device is too late."""
         decoder = FrameDecoder(MAX_PLAN_MESSAGE_BYTES)
         try:
             with selectors.DefaultSelector() as selector:

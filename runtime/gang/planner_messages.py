@@ -7,7 +7,8 @@ from tandem.core.schema import pack
 from tandem.net.framing import encode_frame
 
 MAX_PLAN_MESSAGE_BYTES = 1 << 16
-"""Maximum bytes of a message, a bound on the receiver's memory. Typical messages have 100 bytes."""
+"""Maximum bytes of a message, which bounds the receiver's memory. Typical messages have 100 bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +21,11 @@ class ProposalMessage:
 
 @dataclass(frozen=True, slots=True)
 class PlanMessage:
-    """The plan of a step, or a request for a proposal.
+    """The plan of a step, or a request for a rank's proposal for it.
 
     Attributes:
         key: Packed key of the step, None if no rank has work.
-        is_poll: Whether the planner requests a proposal instead; then there is no key yet.
+        is_poll: Whether this message is a request for a proposal. ``key`` is then None.
     """
 
     step: int

@@ -1,7 +1,7 @@
-"""The planner of an epoch: a thread of rank 0 that answers all proposals with one plan.
+"""The planner of an epoch: a thread of rank 0 that merges all ranks' proposals into one plan.
 
-It ends with the first connection that ends, and closes all others. Every rank therefore learns at
-once that the epoch is over.
+When one rank's connection ends, the planner closes all others and ends. Every rank therefore learns
+at once that the epoch is over.
 """
 
 import logging
@@ -35,14 +35,14 @@ from tandem.runtime.lockstep import Decide
 
 log = logging.getLogger(__name__)
 RANK_GREETING = struct.Struct("!I")
-"""Format of the rank number that follows the token in a greeting."""
+"""Format of the rank number, which a connecting rank sends after the secret token."""
 
 
 class PlannerServer:
-    """Accepts the gang's ranks from its creation on, and no other clients.
+    """Accepts connections of the gang's ranks, and of no other clients, from its creation on.
 
-    ``start_planning`` is called when rank 0's engine is built. Planning starts as soon as all ranks
-    have connected. ``close`` ends it.
+    ``start_planning`` is called when rank 0's engine is built. Planning starts once all ranks have
+    connected as well. ``close`` ends it.
     """
 
     def __init__(self, num_ranks: int, host: str) -> None:
@@ -64,7 +64,7 @@ class PlannerServer:
         self._planning.put((ProposalRounds(self._num_ranks, decide), proposal))
 
     def close(self) -> None:
-        """End the epoch. Any thread. The planner thread then closes its sockets."""
+        """End the epoch. The planner thread then closes its sockets. Any thread may call this."""
         self._is_closed = True
         self._planning.put((None, None))
         for connection in (self._listener, *self._connections.values()):
@@ -102,7 +102,7 @@ class PlannerServer:
             plan_message = PlanMessage(step, None if key is None else pack(key))
             for connection in self._connections.values():
                 send(connection, plan_message)
-            self._poll_ranks(rounds)  # a rank may have proposed the next step early
+            self._poll_ranks(rounds)  # some rank may have proposed the next step early
 
     def _poll_ranks(self, rounds: ProposalRounds[Any, Any]) -> None:
         for rank in rounds.ranks_to_poll():
@@ -146,6 +146,6 @@ class PlannerServer:
         connection.close()
 
     def _reject_all(self) -> None:
-        """Close all registered sockets."""
+        """Close all sockets that are registered with the selector."""
         for key in [*self._selector.get_map().values()]:
             self._reject(key.fileobj)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Rounds of proposals: which message goes to which rank, decided without any socket."""
+"""The planner's decisions for each step: which ranks to poll, and the plan. Uses no sockets."""
 
 from collections import defaultdict
 from typing import Generic
@@ -11,22 +11,23 @@ class ProposalRounds(Generic[Proposal, Key]):
 
     def __init__(self, num_ranks: int, decide: Decide[Proposal, Key]) -> None:
         self.step = 1
-        """The step that is planned next."""
+        """Number of the step that is planned next."""
         self._num_ranks = num_ranks
         self._decide = decide
         self._proposals: dict[int, dict[int, Proposal]] = defaultdict(dict)
         self._polled_step = 0
-        """The latest step for which silent ranks were polled."""
+        """Number of the latest step for which ``ranks_to_poll`` has returned ranks."""
 
     def propose(self, rank: int, step: int, proposal: Proposal) -> None:
-        """Store a proposal. Duplicates, and proposals for steps already planned, have no effect."""
+        """Store a proposal. Ignore it if its step is already planned. Duplicates have no effect."""
         if step >= self.step:
             self._proposals[step][rank] = proposal
 
     def ranks_to_poll(self) -> list[int]:
-        """Return the ranks to poll for the next step, once per step.
+        """Return the ranks to poll for a proposal for the next step.
 
-        A rank is polled if another rank has proposed the step and this rank has not.
+        These are the ranks that have not proposed it although another rank has. They are returned
+        once per step.
         """
         now = self._proposals[self.step]
         if not now or self._polled_step == self.step:
@@ -35,7 +36,11 @@ class ProposalRounds(Generic[Proposal, Key]):
         return [rank for rank in range(self._num_ranks) if rank not in now]
 
     def plan(self) -> tuple[int, Key | None] | None:
-        """Plan the next step if all ranks have proposed it, otherwise return None."""
+        """Plan the next step if all ranks have proposed it; otherwise return None.
+
+        Returns:
+            Number of the step, and its key, which is None if no rank has work.
+        """
         if len(self._proposals[self.step]) < self._num_ranks:
             return None
         step = self.step
