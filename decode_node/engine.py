@@ -232,7 +232,7 @@ class DecodeEngine:
             for sequence in preempted
         ]
 
-    def _proposal(self, sequences: list[RunningSequence]) -> Proposal:
+    def _proposal(self, sequences: list[RunningSequence]) -> StepProposal:
         """Return the rank's proposal for the next step.
 
         The proposal includes the report of the step read last, unless that was sent already.

@@ -46,7 +46,7 @@ class PageChecksums:
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         """Generation and checksum by group name and page."""
 
-    def of(self, now: ComputedPrefix) -> Checksums:
+    def of(self, now: ComputedTokens) -> Checksums:
         """Return the checksums of all tokens of ``now``. All calls must be on the same thread."""
         size = self._caches.pool.page_size
         groups = {group.name: self._of(group, now, size) for group in self._caches.layout.groups}

@@ -100,7 +100,7 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceStats:
     """Acceptance of drafts. Drafts cut off by a stop or by ``max_tokens`` do not count as accepted.
 
     Attributes:
