@@ -43,7 +43,7 @@ class CheckpointConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of weights and KV cache; auto: float32 for float32 checkpoints, otherwise bfloat16"""
     kernels: Literal["auto", "native", "triton", "vendor", "torch"] = "auto"
-    """native: C++ on CPU; triton: on GPU; vendor: triton and FlashMLA; torch; auto: by device"""
+    """native: C++ (cpu); triton, vendor (with FlashMLA): cuda; torch; auto: native or triton"""
     max_model_len: int | None = Field(default=None, ge=2)
     """maximum number of prompt and output tokens together; null: the checkpoint's own maximum"""
     think_tokens: tuple[str, str] = ("<think>", "</think>")
@@ -69,11 +69,11 @@ class SpeculationConfig(Section):
     max_depth: int = Field(default=3, ge=0, le=8)
     """maximum depth of drafts per step (length of a chain, depth of a tree); 0: no drafting"""
     handover_hidden: bool = True
-    """true: the KV hand-over includes the hidden states that the first draft needs"""
+    """true: hidden states for the first draft come with the KV cache; false: it uses zeros"""
     draft_length: Literal["adaptive", "fixed"] = "adaptive"
     """drafts per step; adaptive: as many as pay off at the current load; fixed: the maximum"""
     profile_at_startup: bool = True
-    """true: after startup, idle ranks measure steps of all sizes, for draft_length=adaptive"""
+    """true: idle ranks time all step sizes; false: draft_length=adaptive learns from traffic"""
     drafter: str = "auto"
     """auto (mtp or none), mtp, eagle, eagle3, draft_model, medusa, self, ngram[+X], module:Class"""
     draft_model_path: Path | None = Field(default=None, strict=False)
@@ -83,7 +83,7 @@ class SpeculationConfig(Section):
     top_k: int = Field(default=4, ge=1, le=MAX_NODES)
     """branching factor of draft trees (not medusa): nodes expanded per depth, children per node"""
     medusa_choices: Path | None = Field(default=None, strict=False)
-    """JSON file with the tree paths of medusa; null: choices.json in draft_model_path"""
+    """JSON file with the draft tree of medusa; null: choices.json in draft_model_path"""
     draft_budget_pages: int = Field(default=8, ge=3)
     """KV cache pages that drafter=self reads: the first page and the most recent ones"""
     drafter_timeout_s: float = Field(default=0.02, gt=0, le=60)
@@ -95,7 +95,7 @@ class SpeculationConfig(Section):
     is_keep_all: bool = True
     """true: ngram considers all earlier matches; false: only the oldest match"""
     is_use_oldest: bool = False
-    """true: ngram drafts from the oldest match; false: from the most recent match"""
+    """true: ngram drafts from the oldest match; false: from the newest (with is_keep_all)"""
 
 
 class RankConfig(Section):
@@ -119,7 +119,7 @@ class RankConfig(Section):
 
 class PrefillConfig(RankConfig):
     max_num_batched_tokens: Count = 2048
-    """maximum number of prompt tokens per prefill step"""
+    """maximum prompt tokens per prefill step of a rank; longer prompts take several steps"""
 
 
 class DecodeConfig(RankConfig):
@@ -140,14 +140,14 @@ class KvConfig(Section):
     page_size: int = Field(default=64, ge=1, le=4096)
     """tokens per KV cache page"""
     num_pages: int | None = Field(default=None, ge=2)
-    """pages per rank, dummy page included; null: enough for all rows (cpu), free memory (cuda)"""
+    """pages per rank, one a dummy; null: for max_num_seqs sequences (cpu), free memory (cuda)"""
 
 
 class KvTransferConfig(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """transport of the KV hand-over; auto: nccl between GPUs, otherwise gloo"""
     lease_s: float = Field(default=30.0, gt=0, le=3600)
-    """seconds that offered KV pages, and a gateway's sessions, stay valid without renewal"""
+    """seconds after which unrenewed KV pages, and sequences of a lost gateway, are freed"""
     staging_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """bytes of staging memory per rank, a bound on data in flight; chunks are at most 16 MiB"""
     host: str = Field(default=AUTO, min_length=1)
@@ -163,7 +163,7 @@ class KvTransferConfig(Section):
 
 class ControlConfig(Section):
     max_consecutive_failures: Count = 3
-    """consecutive failures of a gang after which serve gives up; restarts of the gang continue"""
+    """consecutive failed starts of a gang after which a starting tandem serve exits"""
     failure_reset_s: float = Field(default=60.0, ge=0, le=86400)
     """seconds of serving after which a gang's consecutive failures are counted from 0 again"""
     startup_timeout_s: float = Field(default=120.0, gt=0, le=86400)
@@ -218,7 +218,7 @@ class TandemConfig(Section):
     """
 
     mode: Literal["disaggregated", "colocated"] = "disaggregated"
-    """placement of prefill and decode: on separate nodes, or both in each rank"""
+    """disaggregated: separate prefill and decode ranks; colocated: both in each decode rank"""
     model: CheckpointConfig = CheckpointConfig()
     speculation: SpeculationConfig = SpeculationConfig()
     prefill: PrefillConfig = PrefillConfig()
