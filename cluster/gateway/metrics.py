@@ -17,9 +17,10 @@ SECONDS = tuple(digit * 10.0**power for power in range(-4, 3) for digit in (1, 2
 _HISTOGRAMS = {
     "time_to_first_token": "Time from the request to its first token, in seconds.",
     "inter_token_latency": "Time between two messages of a stream (1 or more tokens), in seconds.",
-    "request_time_per_output_token": "Mean time per token after the first, by answer, in seconds.",
+    "request_time_per_output_token": "Mean seconds per token of an answer after its first token.",
     "e2e_request_latency": "Time from the request to the end of its answer, in seconds.",
-    "request_queue_time": "Time from the request to the start of its prefill, in seconds.",
+    "request_queue_time": "Wait on the prefill rank for the start of prefill, in seconds. The wait "
+    "for a decode row is not included.",
     "request_prefill_time": "Duration of the prefill of a request, in seconds.",
     "request_decode_time": "Time from the first token to the last, in seconds.",
     "kv_transfer": "Duration of the KV cache transfer of a request, in seconds.",
@@ -31,7 +32,7 @@ _COUNTERS = {
     "prefix_cache_hits": "Prompt tokens found in prefix caches.",
     "kv_transfer_bytes": "KV cache bytes transferred from prefill to decode ranks.",
     "request_incomplete": "Answers that ended early: the client disconnected or the call failed.",
-    "spec_decode_num_drafts": "Decode steps of answers that verified drafts.",
+    "spec_decode_num_drafts": "Decode steps that verified drafts, counted per answer.",
     "spec_decode_num_draft_tokens": "Draft tokens that were verified.",
     "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
 }
