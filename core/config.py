@@ -61,7 +61,7 @@ class CheckpointConfig(Section):
                 "such as ['<think>', '</think>']"
             )
         if texts[0] == texts[1]:
-            raise ValueError(f"model.think_tokens={tokens!r}: the two have to differ")
+            raise ValueError(f"model.think_tokens={tokens!r}: use two different texts")
         return tuple(texts)
 
 
@@ -264,8 +264,8 @@ class TandemConfig(Section):
             section = self.of_kind(kind)
             if section.dp_size == 1 and (num := section.num_redundant_experts):
                 raise ValueError(
-                    f"{kind}.num_redundant_experts={num} needs several ranks, got "
-                    f"{kind}.dp_size=1; set it to 0"
+                    f"{kind}.num_redundant_experts={num}: needs several ranks, got "
+                    f"{kind}.dp_size=1; set {kind}.num_redundant_experts to 0"
                 )
         return self
 

@@ -16,8 +16,8 @@ def parse_shared_config(config_json: str) -> TandemConfig:
         return validate_config(json.loads(config_json))
     except ValueError as error:
         raise ValueError(
-            f"config of another release of Tandem: {error}; in a Ray all are of one release: stop "
-            "what runs with `tandem stop`, or serve the other one in a Ray of its own"
+            f"config: comes from another release of Tandem ({error}); a Ray cluster can run only "
+            "one release: stop the running cluster with `tandem stop`, or use another Ray cluster"
         ) from error
 
 
@@ -30,7 +30,7 @@ def shared_digest(config: TandemConfig) -> str:
 def config_differences(mine: TandemConfig, other: TandemConfig) -> list[str]:
     """Describe each shared key whose two values differ. Each description has both values."""
     values_by_key = ((key, attrgetter(key)(mine), attrgetter(key)(other)) for key in _shared_keys())
-    return [f"{key} is {a!r} there, {b!r} here" for key, a, b in values_by_key if a != b]
+    return [f"{key} is {b!r}, but {a!r} in the cluster" for key, a, b in values_by_key if a != b]
 
 
 def _shared_keys() -> list[str]:

@@ -66,9 +66,11 @@ class Service:
         """Handle one call. The reply to a call that fails is a packed Failure."""
         try:
             if epoch != self._epoch:
-                raise RankLost(f"the call is for epoch {epoch}, this is {self._epoch}")
+                raise RankLost(
+                    f"the call is for epoch {epoch}, but this rank is in epoch {self._epoch}"
+                )
             if method not in self._methods:
-                raise TandemError(f"no method {method!r}, only {list(self._methods)}")
+                raise TandemError(f"this rank has no method {method!r}, only {list(self._methods)}")
             schema, answer = self._methods[method]
             reply = answer(unpack(schema, payload) if schema else None)
             if inspect.isawaitable(reply):
@@ -77,7 +79,7 @@ class Service:
         except Exception as error:
             is_ours = not isinstance(error, (TandemError, ValueError))
             level = logging.ERROR if is_ours else logging.INFO
-            log.log(level, "%s: %s failed: %s", self._name, method, error, exc_info=is_ours)
+            log.log(level, "%s: call of %s failed: %s", self._name, method, error, exc_info=is_ours)
             if is_out_of_resources(error):
                 error = Overloaded(f"{type(error).__name__}: {error}")
             return encode_failure(error)
@@ -94,5 +96,5 @@ async def call_rank(
         async with asyncio.timeout(timeout_s):
             data = await control.call(method, b"" if message is None else pack(message))
     except TimeoutError:
-        raise RankLost(f"no answer to {method} within {timeout_s} s") from None
+        raise RankLost(f"the rank did not answer {method} within {timeout_s} s") from None
     return decode(reply, data)

@@ -45,8 +45,8 @@ def rebalance(
     check_sizes(num_experts, num_slots - num_experts, num_ranks)
     if num_ranks % num_machines:
         raise ValueError(
-            f"dp_size={num_ranks} on {num_machines} machines: each has to have the same number of "
-            f"ranks; set dp_size to a multiple of {num_machines}"
+            f"dp_size={num_ranks} on {num_machines} machines: each machine must have the same "
+            f"number of ranks; set dp_size to a multiple of {num_machines}"
         )
     if num_groups % num_machines:
         num_groups = num_machines = 1

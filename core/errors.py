@@ -118,7 +118,7 @@ class TextTooLong(ValueError):
     """A text of ``num_tokens`` tokens exceeds the allowed number of tokens."""
 
     def __init__(self, num_tokens: int) -> None:
-        super().__init__(f"the text has {num_tokens} tokens")
+        super().__init__(f"the text is too long: it has {num_tokens} tokens")
         self.num_tokens = num_tokens
 
 

@@ -22,7 +22,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: holds {type(content).__name__}, expected an object")
+        raise ValueError(f"{file}: holds a JSON {type(content).__name__}, expected an object")
     return content
 
 
@@ -32,6 +32,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs if len(found) < len(pairs) else ():
         if found[key] != value:
             raise ValueError(
-                f"{key} is there twice, as {value!r:.80} and {found[key]!r:.80}; keep one of them"
+                f"{key} occurs twice, as {value!r:.80} and {found[key]!r:.80}; keep one of them"
             )
     return found

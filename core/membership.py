@@ -218,7 +218,7 @@ class Gang:
         """Reason why the gang is not ready, in one line."""
         last = "" if self.failure is None else self.failure.text.partition("\n")[0]
         return "; ".join(
-            (self.state, *self.startup_notes, *([f"it ended: {last}"] if last else []))
+            (self.state, *self.startup_notes, *([f"last epoch ended: {last}"] if last else []))
         )
 
 

@@ -77,7 +77,7 @@ def check_sizes(num_experts: int, num_redundant: int, num_ranks: int) -> None:
     missing = -(num_experts + num_redundant) % num_ranks
     if missing:
         raise ValueError(
-            f"dp_size={num_ranks} has to divide n_routed_experts + num_redundant_experts = "
+            f"dp_size={num_ranks}: must divide n_routed_experts + num_redundant_experts = "
             f"{num_experts} + {num_redundant}; set num_redundant_experts={num_redundant + missing}"
-            " or another dp_size"
+            " or use another dp_size"
         )

@@ -60,7 +60,7 @@ class EngineProgress:
         return self.busy_s > self.stall_threshold_s
 
     def __str__(self) -> str:
-        return f"in one step for {self.busy_s:.0f} s, {self.stall_threshold_s:.0f} s are the bound"
+        return f"in one step for {self.busy_s:.0f} s (limit {self.stall_threshold_s:.0f} s)"
 
 
 def compute_stall_threshold_s(recent_s: Iterable[float], min_s: float) -> float:

@@ -48,9 +48,14 @@ class Tasks:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, TandemError):
             # A caller that awaits the task gets the error too. Otherwise this is its only trace.
-            log.info("a background task failed: %s", error)
+            log.info("background task %s failed: %s", _name(task.get_coro()), error)
         elif error is not None:
-            log.error("a background task failed", exc_info=error)
+            log.error("background task %s failed", _name(task.get_coro()), exc_info=error)
+
+
+def _name(work: object) -> str:
+    """Return the name of a function or coroutine for the log."""
+    return str(getattr(work, "__qualname__", work))
 
 
 async def run_periodically(every_s: float, work: Callable[[], Awaitable[None]]) -> None:
@@ -60,7 +65,7 @@ async def run_periodically(every_s: float, work: Callable[[], Awaitable[None]]) 
         try:
             await work()
         except Exception:
-            log.exception("what is done every %s s failed", every_s)
+            log.exception("%s failed; it runs again in %s s", _name(work), every_s)
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:

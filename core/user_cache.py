@@ -42,11 +42,11 @@ def ensure_private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.lstat()
         if status.st_uid != os.geteuid() or not stat.S_ISDIR(status.st_mode):
-            raise ValueError(f"{folder}: it is another user's, or no folder; {REMEDY}")
+            raise ValueError(f"{folder}: belongs to another user, or is not a folder; {REMEDY}")
         if status.st_mode & _OTHERS_MAY_WRITE:
             folder.chmod(0o700)
     except OSError as error:
-        raise ValueError(f"{folder}: no cache can be kept there ({error}); {REMEDY}") from error
+        raise ValueError(f"{folder}: cannot be used as cache folder ({error}); {REMEDY}") from error
     return folder
 
 

@@ -38,8 +38,11 @@ class AcceptedChannels:
         address = await run_in_thread(channel_factory.listen)
         for old in [old for old, _ in self._accepted.values() if old.peer == hello.peer]:
             if old.epoch > hello.epoch:
-                raise HandoverError(f"{hello.peer}: epoch {hello.epoch} after {old.epoch}")
-            self.drop(old.nonce, "a new one was requested")
+                raise HandoverError(
+                    f"{hello.peer}: a channel for epoch {hello.epoch} came after one for epoch "
+                    f"{old.epoch}"
+                )
+            self.drop(old.nonce, "the peer requested a new channel")
         make = partial(channel_factory.accept, hello.nonce, hello.peer)
         managed = ManagedChannel(
             hello.nonce, self._endpoint.tasks, open_with_deadline(make, channel_factory.timeout_s)
@@ -50,7 +53,7 @@ class AcceptedChannels:
     async def get(self, nonce: str) -> Channel:
         """Wait until a channel is built. Raises HandoverError if it is unknown or has failed."""
         if nonce not in self._accepted:
-            raise HandoverError(f"no channel {nonce!r} is open here")
+            raise HandoverError(f"this prefill rank has no channel with nonce {nonce!r}")
         return await self._accepted[nonce][1].channel()
 
     def drop(self, nonce: str, reason: str) -> None:

@@ -143,7 +143,9 @@ class Channel:
     def _log_late_end(self) -> None:
         # A transport that cannot be aborted ends after its own timeout. Twice that time is a hang.
         late_s = 2 * self.timeout_s
-        text = "channel %s has not ended %s s after %s: its staging stays in quarantine"
+        text = (
+            "channel %s has not ended %s s after its failure (%s): its buffers stay in quarantine"
+        )
         watch = threading.Timer(late_s, log.error, (text, self.name, late_s, self.failure))
         watch.name = f"channel-end-{self.name}"
         watch.daemon = True
@@ -162,7 +164,7 @@ class Channel:
         try:
             self._transport.destroy()
         except BaseException:
-            log.exception("channel %s was not destroyed as it should be", self.name)
+            log.exception("channel %s could not be destroyed", self.name)
         finally:
             self.terminal.set_result(None)
 

@@ -38,8 +38,8 @@ def default_num_pages(
     num_pages = int(num_free - FREE_MEMORY_SHARE * num_bytes) // (page_size * bytes_per_token)
     if num_pages * page_size < max_sequence_tokens + num_ahead + page_size:
         raise ValueError(
-            f"model.max_model_len: {max_sequence_tokens} tokens do not fit, {num_free / 1e9:.1f} "
-            f"GB are free on {device} and {max(0, num_pages) * page_size} tokens fit next to "
-            "the steps; lower it, or use more ranks"
+            f"model.max_model_len: {max_sequence_tokens} tokens do not fit on {device}: it has "
+            f"{num_free / 1e9:.1f} GB free, enough for the steps and "
+            f"{max(0, num_pages) * page_size} tokens; lower max_model_len, or use more ranks"
         )
     return num_pages

@@ -156,7 +156,9 @@ def check_chunks(layout: Layout, chunk_bytes: int) -> None:
     """Raise ValueError if a group's entries of one token do not fit a chunk."""
     most = max(group.bytes_per_token_all_layers for group in layout.groups)
     if chunk_bytes < most:
-        raise ValueError(f"a staging chunk must hold a token of {most} bytes, got {chunk_bytes}")
+        raise ValueError(
+            f"kv_transfer.chunk_bytes={chunk_bytes}: one token needs {most} bytes; raise it"
+        )
 
 
 def split_into_chunks(span: Span, chunk_bytes: int) -> Iterator[Span]:

@@ -76,7 +76,9 @@ class ChannelFactory:
             store = store_client(host=host, port=int(port), timeout_s=self.timeout_s, prefix=nonce)
             transport = self._backend.join(store, rank)
         except (RuntimeError, OSError) as error:  # DistError is a RuntimeError
-            raise HandoverError(f"channel {name} at {address}: {error}") from None
+            raise HandoverError(
+                f"channel {name} could not be opened at {address}: {error}"
+            ) from None
         channel = Channel(transport, name, self.timeout_s)
         _warm_up(channel=channel, rank=rank, device=self.device, ends_at=ends_at)
         return channel
@@ -97,7 +99,7 @@ def _warm_up(channel: Channel, rank: int, device: str, ends_at: float) -> None:
         except TimeoutError:
             channel.abort("the first transfers took too long")
             raise HandoverError(
-                f"channel {channel.name}: {transfer.description}: no end of it"
+                f"channel {channel.name}: {transfer.description} did not end in time"
             ) from None
 
 

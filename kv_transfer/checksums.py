@@ -84,7 +84,9 @@ async def verify_checksums(pull: "PullState") -> None:
             compute_checksums, endpoint.caches, span, reply.num_tokens
         )
         if await asyncio.wrap_future(computing) != reply.groups[group.name]:
-            raise HandoverError(f"{offer.identity}: other bits than prefill has, in {group.name}")
+            raise HandoverError(
+                f"{offer.identity}: received {group.name} cache differs from the prefill rank's"
+            )
 
 
 def compute_checksums(

@@ -93,7 +93,7 @@ class TransferEndpoint:
         """
         late = self.staging.num_quarantined(self.deadlines.quarantine_s)
         if late > self.staging.num_buffers // 2:
-            self.engine.fail(HandoverError(f"{late} staging buffers do not leave quarantine"))
+            self.engine.fail(HandoverError(f"{late} staging buffers are stuck in quarantine"))
 
     async def close(self) -> None:
         """Finish or cancel all background tasks and shut the copier down.

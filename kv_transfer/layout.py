@@ -62,7 +62,9 @@ class Layout:
         for group in self.groups:
             if group.name == name:
                 return group
-        raise LayoutMismatch(f"no group {name!r}, only {[group.name for group in self.groups]}")
+        raise LayoutMismatch(
+            f"cache group {name!r} is unknown, only {[group.name for group in self.groups]}"
+        )
 
     def compatibility_facts(self) -> tuple[str, ...]:
         """Return one line of text per property of the format.
@@ -73,7 +75,7 @@ class Layout:
             f"{group.name}: {group.num_layers} x {group.bytes_per_token} B" for group in self.groups
         )
         features = (f"features: {self.num_features}",) if self.num_features else ()
-        more = (f"by: {self.computed_by}",) if self.computed_by else ()
+        more = (f"drafter: {self.computed_by}",) if self.computed_by else ()
         of_all = f"protocol: {self.protocol}", f"model: {self.model}", f"dtype: {self.dtype}"
         return (*of_all, *groups, *features, *more)
 
@@ -88,6 +90,7 @@ def check_compatible(offered: Collection[str], wanted: Collection[str]) -> None:
     if missing := [fact for fact in wanted if fact not in offered]:
         rest = [fact for fact in offered if fact not in wanted]
         raise LayoutMismatch(
-            f"decode wants {', '.join(missing)}; prefill has {', '.join(rest) or 'no more'}: both "
-            "need the same checkpoint, dtype and heads, and prefill what decode's drafts read"
+            f"the decode rank needs {', '.join(missing)}; the prefill rank has "
+            f"{', '.join(rest) or 'nothing else'}: use the same checkpoint, dtype and draft "
+            "heads for both, and a prefill drafter that caches what the decode drafter reads"
         )

@@ -96,9 +96,9 @@ class NcclTransport:
 
 def _reason(work: Any, is_over: bool, timeout_s: float) -> Exception:
     if not is_over:
-        return TimeoutError(f"not done within {timeout_s} s")
+        return TimeoutError(f"the transfer was not done within {timeout_s} s")
     try:
         work.wait()  # does not block, raises the communicator's error
     except Exception as error:
         return error
-    return ConnectionError("over, but its memory was not seen to be free")
+    return ConnectionError("the transfer is over, but may still use its memory")

@@ -95,7 +95,7 @@ class OfferBook:
         """Return the open offer. Raises SequenceEnded if the identity is unknown or has ended."""
         entry = self.get(identity)
         if entry is None:
-            raise SequenceEnded(f"{identity}: not offered here")
+            raise SequenceEnded(f"{identity}: not offered by this prefill rank")
         return entry
 
     def advance(self, identity: Identity, now: ComputedTokens, seal: Seal | None = None) -> None:
@@ -149,7 +149,7 @@ class OfferBook:
         if entry is None:
             return
         if entry.ends_at <= self._clock():
-            raise SequenceEnded(f"{identity}: its lease of {self.lease_s} s ran out")
+            raise SequenceEnded(f"{identity}: its lease of {self.lease_s} s expired")
         entry.ends_at = self._clock() + self.lease_s
 
     async def wait(self, identity: Identity, num_pulled: int, wait_s: float) -> OpenOffer | None:

@@ -20,9 +20,9 @@ class PagePool:
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"kv.num_pages must be at least 2 (page 0 is spare), got {num_pages}")
+            raise ValueError(f"kv.num_pages={num_pages}: use at least 2, because page 0 is a dummy")
         if page_size < 1:
-            raise ValueError(f"kv.page_size must be at least 1, got {page_size}")
+            raise ValueError(f"kv.page_size={page_size}: use at least 1")
         self.num_pages = num_pages
         self.page_size = page_size
         self.reclaim: Callable[[int], None] = lambda num_pages: None

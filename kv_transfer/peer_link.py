@@ -132,7 +132,9 @@ class PeerLink:
                 method="send", message=message, reply=SendReply, wait_s=channel.timeout_s
             )
             if (reply.transfer_id, reply.num_bytes) != (channel.num_transfers, data.nbytes):
-                raise HandoverError(f"asked for {message} of {data.nbytes} B, got {reply}")
+                raise HandoverError(
+                    f"{self.owner}: wrong reply {reply} to {message} of {data.nbytes} B"
+                )
             await wait_for_transfer(channel.recv(data).done, channel)
             return reply
         except BaseException as error:
@@ -140,7 +142,7 @@ class PeerLink:
                 staging.free(buffer)
             else:
                 channel.abort(f"a chunk of {identity} failed: {error}")
-                managed.drop("it failed")
+                managed.drop("a transfer failed")
                 staging.quarantine(buffer, channel.terminal)
             raise
         finally:

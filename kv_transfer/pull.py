@@ -52,8 +52,8 @@ class PullState:
         """Raise HandoverError if the prefill rank reports an impossible number of tokens."""
         if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
-                f"{self.offer.identity}: {ready.num_tokens} tokens reported after "
-                f"{self.num_pulled}, {self.offer.num_tokens} were offered"
+                f"{self.offer.identity}: {ready.num_tokens} computed tokens reported, "
+                f"but {self.num_pulled} are pulled and {self.offer.num_tokens} were offered"
             )
 
     def check_seal(self, seal: m.Seal) -> None:
@@ -67,14 +67,14 @@ class PullState:
         offered = self.offer.num_tokens
         if self.num_pulled != offered:
             raise HandoverError(
-                f"{identity}: sealed at {self.num_pulled} tokens, {offered} were offered"
+                f"{identity}: sealed after {self.num_pulled} tokens, but {offered} were offered"
             )
         for reply in self.replies:
             sealed = seal.generations[reply.first_page : reply.first_page + len(reply.generations)]
             if sealed != reply.generations:
                 raise StalePages(
-                    f"{identity}: pages from {reply.first_page} on were sent at generations "
-                    f"{reply.generations} and sealed at {sealed}"
+                    f"{identity}: the owner of pages from {reply.first_page} on changed: sent at "
+                    f"generations {reply.generations}, sealed at {sealed}"
                 )
 
     def stats(self) -> TransferStats:
@@ -143,4 +143,4 @@ class PullState:
             raise
         except Exception as error:
             identity = self.offer.identity
-            raise HandoverError(f"{identity}: a chunk was not copied: {error!r}") from error
+            raise HandoverError(f"{identity}: copying a chunk failed: {error!r}") from error

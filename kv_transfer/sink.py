@@ -123,7 +123,7 @@ class Sink:
         """
         link = self._links.get(rank_name)
         if link is not None and link.epoch > epoch:
-            raise RankLost(f"{owner}: epoch {epoch} is offered after {link.epoch}")
+            raise RankLost(f"{owner}: an offer of epoch {epoch} came after epoch {link.epoch}")
         if link is None or link.epoch != epoch:
             if link is not None:
                 link.drop(f"a later epoch of {rank_name} is in use")
@@ -149,7 +149,9 @@ class Sink:
 
     async def _check(self, link: PeerLink, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:
-            raise LayoutMismatch(f"protocol: {PROTOCOL} here, {offer.protocol} there")
+            raise LayoutMismatch(
+                f"protocol {PROTOCOL} on the decode rank, {offer.protocol} on the prefill rank"
+            )
         check_compatible(offer.caches, self._layout.compatibility_facts())
         await link.ensure_channel()
 
@@ -172,8 +174,9 @@ class Sink:
                 return ready.seal
             if now() > give_up_at:
                 raise HandoverError(
-                    f"{pull.offer.identity}: nothing new for {patience_s} s, {ready.num_tokens} "
-                    f"tokens of {pull.offer.num_tokens} so far, opened: {ready.is_open}"
+                    f"{pull.offer.identity}: no new tokens for {patience_s} s; "
+                    f"{ready.num_tokens} of {pull.offer.num_tokens} computed, offer opened: "
+                    f"{ready.is_open}"
                 )
 
     async def _fetch(self, pull: PullState, ready: m.PullReply) -> None:

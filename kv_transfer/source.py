@@ -54,7 +54,7 @@ class Source:
             ),
             "close_channel": (
                 m.CloseChannel,
-                lambda message: self._channels.drop(message.nonce, "hung up"),
+                lambda message: self._channels.drop(message.nonce, "the decode rank closed it"),
             ),
         }
 
@@ -62,7 +62,7 @@ class Source:
         """End all offers, channels and tasks. The engine loop must still be running."""
         await cancel_and_wait(self._sweeper)
         for identity in self._book.open_identities():
-            self._end(identity, "the prefill node is shutting down")
+            self._end(identity, "the prefill rank is shutting down")
         self._channels.drop_all()
         await self._endpoint.close()
 
@@ -122,7 +122,9 @@ class Source:
     async def _connect(self, message: m.Connect) -> m.ConnectReply:
         backend = self._endpoint.channel_factory.backend
         if message.backend != backend:
-            raise HandoverError(f"backend {backend!r} here, {message.backend!r} there")
+            raise HandoverError(
+                f"backend {backend!r} on the prefill rank, {message.backend!r} on the decode rank"
+            )
         check_compatible(self._layout.compatibility_facts(), message.caches)
         address = await self._channels.accept(message)
         return m.ConnectReply(address, self._book.lease_s)
@@ -156,7 +158,7 @@ class Source:
             message.number in channel.requested_chunks
             or message.number < channel.requested_chunks[0]
         ):
-            raise HandoverError(f"chunk {message.number} was requested already")
+            raise HandoverError(f"{message.identity}: chunk {message.number} was already requested")
         channel.requested_chunks.append(message.number)
         span = self._span(message)
         buffer = await self._endpoint.staging.reserve(channel.timeout_s)
@@ -189,7 +191,7 @@ class Source:
         except BaseException as error:
             self._endpoint.staging.quarantine(buffer, channel.terminal)
             channel.abort(f"{transfer.description} failed: {error}")
-            self._channels.drop(nonce, "it failed")
+            self._channels.drop(nonce, "a transfer failed")
             raise
         self._endpoint.staging.free(buffer)
 
@@ -202,12 +204,16 @@ class Source:
         computed = self._book.get_open(message.identity).computed
         if not 0 <= message.lo < message.hi <= computed.num_tokens:
             raise HandoverError(
-                f"tokens [{message.lo}, {message.hi}) asked for, {computed.num_tokens} computed"
+                f"{message.identity}: tokens [{message.lo}, {message.hi}) were requested, "
+                f"{computed.num_tokens} are computed"
             )
         num_bytes = (message.hi - message.lo) * group.bytes_per_token_all_layers
         chunk_bytes = self._endpoint.staging.chunk_bytes
         if num_bytes > chunk_bytes:
-            raise HandoverError(f"chunks of {chunk_bytes} B here, {num_bytes} there")
+            raise HandoverError(
+                f"{message.identity}: chunk of {num_bytes} B requested, the prefill rank sends at "
+                f"most {chunk_bytes} B"
+            )
         return Span(group=group, pages=computed.pages, lo=message.lo, hi=message.hi)
 
     async def _read(self, message: m.Send, span: Span, out: Tensor) -> tuple[int, tuple[int, ...]]:
@@ -250,4 +256,4 @@ class Source:
 
 def _log_failure(future: "Future[None]") -> None:
     if future.exception() is not None:
-        log.error("on_release failed", exc_info=future.exception())
+        log.error("releasing the pages of an offer failed", exc_info=future.exception())

@@ -30,7 +30,7 @@ class StagingPool:
     def __init__(self, total_bytes: int, chunk_bytes: int, pin: bool = False, device: str = "cpu"):
         if not 0 < chunk_bytes <= total_bytes:
             raise ValueError(
-                f"kv_transfer.staging_bytes must hold a chunk of {chunk_bytes}, got {total_bytes}"
+                f"kv_transfer.staging_bytes={total_bytes}: use at least chunk_bytes={chunk_bytes}"
             )
         self.chunk_bytes = chunk_bytes
         self.num_buffers = total_bytes // chunk_bytes
@@ -60,7 +60,7 @@ class StagingPool:
             async with asyncio.timeout(timeout_s):
                 await self._credits.acquire()
         except TimeoutError:
-            raise HandoverError(f"no staging buffer came free within {timeout_s} s") from None
+            raise HandoverError(f"no staging buffer became free within {timeout_s} s") from None
         buffer = self._free.pop()
         self._reserved.add(buffer.index)
         return buffer

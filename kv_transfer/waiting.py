@@ -34,7 +34,7 @@ async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> C
         return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
     except BaseException:
         if not making.done():
-            log.error("setting up a channel is waited for no more; its thread is abandoned")
+            log.error("a channel is no longer waited for; the thread that sets it up is abandoned")
         making.add_done_callback(_abort_late)
         raise
 

@@ -24,4 +24,4 @@ def keep_freed_memory() -> None:
         return
     for option, value in _MALLOC_OPTIONS.items():
         if not mallopt(option, value):
-            log.info("malloc option %d=%d was not taken", option, value)
+            log.info("mallopt refused option %d=%d", option, value)

@@ -160,11 +160,11 @@ def load_model(
         has_mtp = num_mtp_layers(files, model) > 0
         if _weights_digest(files.digest(model), config.speculation.draft_model_path) != weights:
             raise ValueError(
-                f"{path} or speculation.draft_model_path was written to while it was read; wait "
-                "until it is whole, and put another checkpoint into another folder"
+                f"{path} or speculation.draft_model_path: files changed while they were loaded; "
+                "wait until they are complete, and use a new folder for a new checkpoint"
             )
-    fp8_note = ", FP8 ones stay FP8" if keep_fp8 else ""
-    log.info("weights and cache are %s%s, kernels %s", dtype, fp8_note, kernels.name)
+    fp8_note = ", FP8 weights stay FP8" if keep_fp8 else ""
+    log.info("dtype of weights and cache: %s%s; kernels: %s", dtype, fp8_note, kernels.name)
     process_weights_after_loading(network, kernels)
     drafter.process_weights_after_loading(kernels)
     drafter.check(config.kv.page_size, max_model_len)
@@ -209,7 +209,7 @@ def _max_model_len(configured: int | None, config: ModelConfig) -> int:
     longest = config.max_position_embeddings
     if configured is not None and not 2 <= configured <= longest:
         raise ValueError(
-            f"model.max_model_len: {configured} is out of range, this checkpoint allows "
-            f"2..{longest}"
+            f"model.max_model_len={configured}: out of range; use 2 to {longest} with this "
+            "checkpoint"
         )
     return configured or longest

@@ -70,7 +70,9 @@ class FrameDecoder:
             return 0
         [num_bytes] = _LENGTH.unpack_from(self._bytes)
         if num_bytes > self._max_bytes:
-            raise ValueError(f"a frame of {num_bytes} bytes, {self._max_bytes} are the most")
+            raise ValueError(
+                f"a frame has {num_bytes} bytes, at most {self._max_bytes} are allowed"
+            )
         return _LENGTH.size + int(num_bytes)
 
 
@@ -113,11 +115,11 @@ class PendingHandshakes(Generic[Peer]):
             ValueError: The greeting is too long.
         """
         if not data or peer not in self._waiting:
-            raise ConnectionError("no greeting came, or none in time")
+            raise ConnectionError("the connection sent no greeting in time")
         for greeting in self._waiting[peer][1].feed(data):
             is_known = hmac.compare_digest(greeting[:TOKEN_BYTES], self.token)
             if not is_known or len(greeting) != self._max_bytes:
-                raise ConnectionError("it came with a wrong token")
+                raise ConnectionError("the greeting has a wrong secret or length")
             self.forget(peer)
             return greeting[TOKEN_BYTES:]
         return None
@@ -146,7 +148,7 @@ def read_frames(connection: socket.socket, decoder: FrameDecoder) -> Iterator[by
     """
     data = connection.recv(RECEIVE_BYTES)
     if not data:
-        raise ConnectionError("the other end has closed")
+        raise ConnectionError("the peer closed the connection")
     return decoder.feed(data)
 
 

@@ -22,7 +22,7 @@ def store_server(host: str, timeout_s: float) -> tuple[Store, int]:
     try:
         listener = socket.create_server((host, 0), backlog=128)
     except OSError as error:
-        raise ValueError(f"kv_transfer cannot listen on {host!r}: {error}") from None
+        raise ValueError(f"kv_transfer.host: cannot listen on {host!r}: {error}") from None
     port = listener.getsockname()[1]
     return _store(
         host=host,

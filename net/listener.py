@@ -56,7 +56,7 @@ class Listener:
                 _raise_backlog(self._server)
             except OSError as error:
                 raise ValueError(
-                    f"kv_transfer.host={self._host!r}: nothing can be served there ({error}); "
+                    f"kv_transfer.host={self._host!r}: cannot listen there ({error}); "
                     "set it to an address of this machine"
                 ) from error
         port = self._server.sockets[0].getsockname()[1]
@@ -86,7 +86,7 @@ class Listener:
             await self._serve(hello, reader, writer)
         except (OSError, ValueError) as error:
             level = logging.WARNING if hello is None else logging.INFO
-            log.log(level, "a connection has ended: %r", error)
+            log.log(level, "a connection from a peer ended: %r", error)
         finally:
             self._handshakes.forget(writer)
             del self._connections[task]

@@ -60,7 +60,9 @@ def configure_nccl(host: str) -> None:
     """
     os.environ.update(NCCL_SETTINGS)
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        log.warning("TORCH_DISTRIBUTED_DEBUG=DETAIL: NCCL ends this process with a lost peer")
+        log.warning(
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: a lost peer makes NCCL end this process; unset it"
+        )
     if "NCCL_SOCKET_IFNAME" not in os.environ:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={find_interface(host)}"
 
@@ -78,7 +80,7 @@ def find_interface(host: str) -> str:
         if address == wanted_address:
             return name
     raise ValueError(
-        f"kv_transfer.host={host!r} is no IPv4 address of an interface here, which NCCL needs; "
+        f"kv_transfer.host={host!r}: NCCL needs an IPv4 address of an interface of this machine; "
         f"use one of {found}, or set NCCL_SOCKET_IFNAME"
     )
 

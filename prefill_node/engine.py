@@ -168,7 +168,7 @@ class PrefillEngine:
         except Exception as error:
             if is_fatal(error):
                 raise
-            log.exception("a prefill step cannot be prepared")
+            log.exception("inputs of a prefill step cannot be built; its prompts fail")
             self.fail(error)
             self._chunks = []
             return self._build_inputs([], num_rows)

@@ -32,7 +32,7 @@ class PageSource:
         max_pages = self.pool.num_pages - 1
         if num_pages > max_pages:
             raise ValueError(
-                f"prompt: needs {num_pages} pages of this node's {max_pages}; shorten it or raise "
+                f"prompt: needs {num_pages} pages, this rank has {max_pages}; shorten it or raise "
                 "kv.num_pages"
             )
 

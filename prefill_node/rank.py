@@ -51,7 +51,10 @@ class PrefillRank:
         parts.loop.add(self.engine)
         methods: Methods = {
             "prefill": (Prefill, self._prefill),
-            "cancel": (Identity, lambda identity: self.source.fail(identity, "it was cancelled")),
+            "cancel": (
+                Identity,
+                lambda identity: self.source.fail(identity, "its prefill was cancelled"),
+            ),
             "heartbeat": (None, self._heartbeat),
             "ping": (None, lambda _: self.loop.call(lambda: None)),
             CALL_ADDRESS: (None, lambda _: self._server.listen()),
@@ -96,7 +99,7 @@ class PrefillRank:
     def _on_release(self, identity: Identity) -> None:
         """Drop a sequence whose hand-over has ended. Called on the engine thread."""
         self.engine.scheduler.drop(identity)
-        text = f"{identity} was released before its prefill was done"
+        text = f"{identity}: its pages were released before its prefill ended"
         self._answer(identity, HandoverError(text))
 
     def _on_failed(self, identity: Identity, error: TandemError) -> None:
@@ -127,7 +130,9 @@ class PrefillRank:
             await self.loop.call(lambda: self._submit(prefill, answer))
             done = await answer
         except (asyncio.CancelledError, ValueError) as error:
-            self.source.fail(prefill.identity, f"its caller has gone or was refused: {error}")
+            self.source.fail(
+                prefill.identity, f"its prefill call was cancelled or refused: {error}"
+            )
             raise
         assert done.first_token is not None
         started_at = done.sequence.started_at

@@ -84,7 +84,7 @@ class Scheduler:
             HandoverError: The rank already has the sequence, or its decode row is gone.
         """
         if identity in self.sequences:
-            raise HandoverError(f"{identity} is here already")
+            raise HandoverError(f"{identity} is already on this prefill rank")
         sequence = PrefillSequence(identity, request, is_suspect)
         self._pages.check_fits(identity, len(sequence.token_ids))
         self.sequences[identity] = sequence

@@ -113,7 +113,7 @@ class EngineLoop:
         future: Future[Result] = Future()
         with self._wake:
             if self._stopping or self.failure is not None:
-                future.set_exception(RankLost(f"engine loop has ended: {self.failure!r}"))
+                future.set_exception(RankLost(f"the engine loop has ended: {self.failure!r}"))
                 return future
             self._posts.append((function, future))
             self._wake.notify()
@@ -166,7 +166,7 @@ class EngineLoop:
         try:
             end()
         except Exception:
-            log.exception("something has not ended in order")
+            log.exception("an error while the engine loop ended")
 
     def _step(self, engine: SteppableEngine) -> None:
         try:
@@ -177,7 +177,7 @@ class EngineLoop:
             is_over = isinstance(error, EpochEnded) or is_fatal(error)
             if is_over or self._num_failed > MAX_FAILED_STEPS:
                 raise
-            log.exception("a step failed, and what was in it")
+            log.exception("a step failed, and with it all of its sequences")
             engine.fail(error)
 
     def _wait(self) -> bool:

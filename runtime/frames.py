@@ -62,7 +62,9 @@ class FrameServer(Listener):
                 writer.write(EMPTY_FRAME + encode_frame(encode_failure(RankDied(text))))
                 writer.close()
             elif writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
-                log.error("a reader of frames is %d bytes behind: cut off", MAX_UNREAD_BYTES)
+                log.error(
+                    "a gateway left %d bytes of frames unread: disconnecting it", MAX_UNREAD_BYTES
+                )
                 writer.transport.abort()
             else:
                 writer.write(encode_frame(frame))
@@ -104,7 +106,7 @@ class FrameStream:
                 yield frame
             raise ConnectionError("closed")
         except (OSError, ValueError, StopAsyncIteration) as error:
-            raise RankDied(f"{self.name}: its frames ended: {error}") from error
+            raise RankDied(f"{self.name}: its stream of frames ended: {error}") from error
         finally:
             self.writer.close()
 

@@ -149,7 +149,7 @@ class RankActor:
             if self._rank is not None:
                 await self._rank.stop()
                 if self._rank.loop.is_running:
-                    raise RankLost(f"{self._spec.epoch_name}: its engine does not stop")
+                    raise RankLost(f"{self._spec.epoch_name}: the engine did not stop")
             self._joining = self._planner_server = self._rank = None
             self._state = replace(
                 self._state, is_joined=False, info=None, engine_progress=None, epoch_end_cause=None
@@ -191,7 +191,11 @@ class RankActor:
             )
             if (error := self._rank.loop.failure) is not None:
                 is_over = isinstance(error, EpochEnded)
-                self._fail(error if is_over else StepFailed(f"the engine stopped: {error!r}"))
+                self._fail(
+                    error
+                    if is_over
+                    else StepFailed(f"{self._spec.epoch_name}: the engine stopped: {error!r}")
+                )
         return pack(self._state)
 
     async def call(self, epoch: int, method: str, payload: bytes) -> bytes:
@@ -248,7 +252,7 @@ class RankActor:
                 await self._join(None)
             self._state = replace(self._state, is_loaded=True)
         except Exception as error:
-            log.exception("%s cannot be built", self._spec.epoch_name)
+            log.exception("%s failed to start", self._spec.epoch_name)
             self._fail(error)
 
     async def _read(self, config: TandemConfig) -> Any:
@@ -269,8 +273,9 @@ class RankActor:
         """
         if self._cluster_weights not in ("", found):
             raise ValueError(
-                f"model.path holds weights {found}, but this cluster has {self._cluster_weights}; "
-                "put those back, or end the cluster with `tandem stop` and start it again"
+                f"model.path: has weights {found}, but this cluster serves "
+                f"{self._cluster_weights}; put the latter back, or end the cluster with `tandem "
+                "stop` and start it again"
             )
         self._on_start(LOADING, 0.0)  # first: the wait before it is not a stall
         self._weights = found
@@ -282,7 +287,7 @@ class RankActor:
             self._state = replace(self._state, info=rank.info)
         except Exception as error:
             if not isinstance(error, EpochEnded):
-                log.exception("%s cannot be built", self._spec.epoch_name)
+                log.exception("%s failed to start its epoch", self._spec.epoch_name)
             self._fail(error)
 
     def _on_start(self, activity: str, progress: float) -> None:

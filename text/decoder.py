@@ -22,7 +22,7 @@ _BYTE_OF = {chr(byte): byte for byte in _UNSHIFTED} | {
     chr(0x100 + i): byte for i, byte in enumerate(_SHIFTED)
 }
 """The byte that each character of a byte-level token stands for (GPT-2's alphabet)."""
-_REMEDY = "use ByteLevel, or Replace, ByteFallback, Fuse and Strip at the start, in this order"
+_REMEDY = "use ByteLevel, or the sequence Replace, ByteFallback, Fuse, Strip (at the start)"
 
 
 class TextDecoder(Protocol):
@@ -120,7 +120,7 @@ def read_decoder(whole: _Decoder | None) -> Callable[[], TextDecoder]:
     is_known = kinds in (order, [*order, "Strip"]) and strip["stop"] == 0
     if not is_known or any("String" not in step["pattern"] for step in replaces):
         raise ValueError(
-            f"decoder={section or None}: answers cannot be streamed with it; {_REMEDY}"
+            f"decoder={section or None}: answers cannot be streamed with this decoder; {_REMEDY}"
         )
     replaced = tuple((step["pattern"]["String"], step["content"]) for step in replaces)
     return partial(ByteFallbackDecoder, replaced, strip["content"], strip["start"])

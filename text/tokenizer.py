@@ -17,7 +17,7 @@ from tandem.text.decoder import read_decoder
 from tandem.text.token_bytes import max_token_bytes
 
 _TIKTOKEN = (
-    "tiktoken.model is there but is not read; convert it with transformers: "
+    "tiktoken.model cannot be used; convert it with transformers: "
     "convert_tiktoken_to_fast(AutoTokenizer.from_pretrained(folder, trust_remote_code=True).model, "
     "folder), see docs/prompts.md"
 )
@@ -143,7 +143,7 @@ def _read_prefix_ids(tokenizer: _Tokenizer, folder: Path) -> tuple[int, ...]:
     bos_id = None if name is None else tokenizer.token_to_id(name)
     if bos_id is None and not added:
         raise ValueError(
-            f"{file}: add_bos_token is true, but bos_token={name!r} is no token of "
+            f"{file}: add_bos_token is true, but bos_token={name!r} is not a token of "
             "tokenizer.json; name one, or set add_bos_token to false"
         )
     return added if bos_id is None or bos_id in added else (bos_id, *added)

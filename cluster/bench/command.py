@@ -111,7 +111,7 @@ def _report_failures(arms: Sequence[Arm]) -> None:
     records = [record for arm in arms for record in arm.records]
     failed = [record for record in records if record.error is not None]
     if not records:
-        fail("DEADLINE_EXCEEDED", "nothing could be sent in time; raise --duration-s")
+        fail("DEADLINE_EXCEEDED", "no request could be sent in time; raise --duration-s")
     if not failed:
         return
     code = Counter(record.code for record in failed).most_common(1)[0][0] or ""

@@ -90,13 +90,13 @@ def show(console: Console, results: Sequence[ComparisonResult]) -> None:
         keys = result.keys.replace(",", ", ")
         table.add_row(keys, *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
-    console.print("drafts and tokens are those of a step, speed-up that of ms/token", style="dim")
+    console.print("drafts and tokens are per step, the speed-up is that of ms/token", style="dim")
     best = min(results, key=lambda result: result.tpot_ms)
     if not isfinite(best.tpot_ms):
         return
     sets = " ".join(f"--set {item}" for item in set_options(BenchOptions(), best.keys))
-    console.print(f"\nfastest per token on this load, here and now: {sets}", markup=False)
-    console.print("Another load (--concurrency, prompts) may have another.", style="dim")
+    console.print(f"\nfastest per token on this machine and load: {sets}", markup=False)
+    console.print("Another load (--concurrency, prompts) may need another setting.", style="dim")
 
 
 def as_json(options: BenchOptions, results: Sequence[ComparisonResult]) -> str:

@@ -80,7 +80,8 @@ class Trial:
         max_drafts = max(arm or 0 for arm in options.arms)
         if max_drafts > model.num_draft_tokens:
             raise ValueError(
-                f"{max_drafts} drafts: this server makes at most {model.num_draft_tokens}"
+                f"{max_drafts} drafts per step are too many: this server makes at most "
+                f"{model.num_draft_tokens}; use fewer"
             )
         self._client = client
         self._options = options

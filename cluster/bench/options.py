@@ -166,13 +166,13 @@ class BenchOptions:
             if (value := getattr(self, option.name)) != value:
                 self._refuse(option.name, "use a number")
         if self.rate is not None and self.concurrency is not None:
-            self._refuse("rate", "give it or --concurrency, not both")
+            self._refuse("rate", "cannot be combined with --concurrency; use one of them")
         if (self.workload == "trace") != (self.trace is not None):
-            self._refuse("trace", "goes with --workload trace, and only with it")
+            self._refuse("trace", "use it together with --workload trace")
         for name in ("output", "plot"):
             path: Path | None = getattr(self, name)
             if path is not None and not path.absolute().parent.is_dir():
-                self._refuse(name, "its folder does not exist")
+                self._refuse(name, "the folder of this file does not exist; create it")
         if self.plot is not None and find_spec("matplotlib") is None:
             self._refuse("plot", "matplotlib is missing: pip install matplotlib")
         self._check_address()
@@ -183,30 +183,30 @@ class BenchOptions:
 
     def _check_address(self) -> None:
         if self.launch and self.address is not None:
-            self._refuse("address", "give it or --launch, not both")
+            self._refuse("address", "cannot be combined with --launch; use one of them")
         if not self.launch and (self.config is not None or self.sets):
             raise ValueError(
                 "--config and --set configure a cluster that this command starts: add --launch"
             )
         if self.address is not None and not self.allow_remote and not is_loopback(self.address):
-            self._refuse("address", "is not this machine; add --allow-remote if it is meant")
+            self._refuse("address", "is another machine; add --allow-remote to put load on it")
 
     def _check_arms(self) -> None:
         texts = (self.compare_drafts or "").split(",")
         numbers = {int(text) for text in texts if text.isdecimal()}
         if len(numbers) < len(texts) or 0 not in numbers or len(numbers) < 2:
-            self._refuse("compare_drafts", "use 0 and others, such as 0,3")
+            self._refuse("compare_drafts", "list 0 and at least one other number, such as 0,3")
         if self.max_drafts is not None:
-            self._refuse("max_drafts", "give it or --compare-drafts, not both")
+            self._refuse("max_drafts", "cannot be combined with --compare-drafts; use one of them")
 
     def _check_compared(self) -> None:
         if not self.launch:
-            self._refuse("compare", "starts clusters of its own: add --launch")
+            self._refuse("compare", "needs clusters that this command starts; add --launch")
         if self.compare is not None and len(self.compare) < 2:
-            self._refuse("compare", "give it for each of several, drafter=none among them")
+            self._refuse("compare", "repeat it for at least two settings, one of them drafter=none")
         for name in ("compare_drafts", "max_drafts", "plot"):
             if getattr(self, name) is not None:
-                self._refuse(name, "give it or --compare, not both")
+                self._refuse(name, "cannot be combined with --compare; use one of them")
 
     def _refuse(self, name: str, remedy: str) -> NoReturn:
         raise ValueError(f"--{name.replace('_', '-')}={getattr(self, name)}: {remedy}")

@@ -63,8 +63,8 @@ def show(
         if ratios[0].cost_ratio is None:
             source = "unknown: give --cost-ratio or --compare-drafts"
         console.print(
-            f"model: (1 - a^(n+1)) / ((1 - a)(n c + 1)), of steps alone; c is {source}.\n"
-            "TPOT also holds each answer's wait for its hand-over.",
+            f"model: (1 - a^(n+1)) / ((1 - a)(n c + 1)), without waiting times; c is {source}.\n"
+            "TPOT also includes the time that an answer waits for its hand-over.",
             style="dim",
         )
 
@@ -89,8 +89,7 @@ def totals(metrics: Metrics) -> str:
         f"tokens/s: in {metrics.input_tokens_per_s:.1f}, out {metrics.output_tokens_per_s:.1f}\n"
         f"tokens: prompt {metrics.num_prompt_tokens} (cached {metrics.num_cached_tokens}), "
         f"output {metrics.num_output_tokens}; KV moved: {metrics.kv_bytes / 1e6:.1f} MB\n"
-        f"{_steps(metrics)}\n"
-        f"sent {metrics.num_sent}, not sent in time {metrics.num_not_sent}, "
+        f"{_steps(metrics)}\nsent {metrics.num_sent}, not sent in time {metrics.num_not_sent}, "
         f"failed {failed or 'none'}"
     )
 

@@ -57,8 +57,8 @@ def random_prompt(model: ModelInfo, num_tokens: int, rng: random.Random) -> tupl
     """
     if num_tokens >= model.max_model_len:
         raise ValueError(
-            f"a prompt of {num_tokens} tokens: use fewer than {model.max_model_len}, "
-            f"all that {model.name} takes"
+            f"a prompt of {num_tokens} tokens is too long for {model.name}: use fewer than "
+            f"{model.max_model_len}"
         )
     tokens: list[int] = []
     while len(tokens) < num_tokens:
@@ -81,7 +81,7 @@ def random_jobs(
     longest = shape.prefix_tokens + shape.prompt_tokens[1] + shape.output_tokens[1]
     if longest > model.max_model_len:
         raise ValueError(
-            f"prompt and answer of up to {longest} tokens: {model.name} takes "
+            f"prompt and answer have up to {longest} tokens, {model.name} at most "
             f"{model.max_model_len}; lower --prompt-tokens, --prefix-tokens or --output-tokens"
         )
     rng = random.Random(f"prefixes {seed}")
@@ -112,13 +112,17 @@ def trace_jobs(path: Path, model: ModelInfo, max_jobs: int, seed: int) -> list[J
                 raise ValueError(f"--trace={str(path)!r}, line {number}: {error}") from error
     num_timed = sum(job.arrival_s is not None for job in jobs)
     if not jobs or 0 < num_timed < len(jobs):
-        raise ValueError(f"--trace={str(path)!r}: give all of its lines an arrival_s, or none")
+        raise ValueError(
+            f"--trace={str(path)!r}: must have jobs, and arrival_s in all lines or in none"
+        )
     return sorted(jobs, key=lambda job: job.arrival_s or 0.0)
 
 
 def _trace_job(fields: Any, model: ModelInfo, rng: random.Random) -> Job:
     if not isinstance(fields, dict) or not fields.keys() <= TRACE_FIELDS:
-        raise ValueError(f"write one JSON object with fields of {', '.join(sorted(TRACE_FIELDS))}")
+        raise ValueError(
+            f"must be one JSON object with no fields except {', '.join(sorted(TRACE_FIELDS))}"
+        )
     prompt: str | tuple[int, ...]
     match [fields.get(name) for name in ("prompt_tokens", "prompt_ids", "text")]:
         case [int(num), None, None] if num >= 1:
@@ -128,7 +132,9 @@ def _trace_job(fields: Any, model: ModelInfo, rng: random.Random) -> Job:
         case [None, None, str(text)]:
             prompt = text
         case _:
-            raise ValueError("give one of prompt_tokens (1 or more), prompt_ids and text")
+            raise ValueError(
+                "give exactly one valid prompt: prompt_tokens (at least 1), prompt_ids or text"
+            )
     max_tokens = fields.get("max_tokens")
     arrival_s = fields.get("arrival_s")
     if type(max_tokens) is not int or max_tokens < 1:

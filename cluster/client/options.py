@@ -113,7 +113,9 @@ def build_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReques
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if unknown := fields.keys() - GenerateOptions.__annotations__.keys():
-        raise ValueError(f"{sorted(unknown)}: use {', '.join(GenerateOptions.__annotations__)}")
+        raise ValueError(
+            f"unknown options {sorted(unknown)}; use {', '.join(GenerateOptions.__annotations__)}"
+        )
     if (max_tokens := fields.get("max_tokens", 1)) < 1:
         raise ValueError(f"max_tokens={max_tokens}: use 1 or more")
     if fields.get("temperature", 0) > 0:

@@ -127,7 +127,7 @@ class StreamPlan:
                 the request is for several answers and some tokens have arrived.
         """
         if failure is None:
-            details = "the stream ended before the answer did"
+            details = "the stream ended before the answer was complete"
             failure = InferenceError(grpc.StatusCode.UNAVAILABLE, details)
         now = time.monotonic()
         if self._num_failures == 0:

@@ -132,15 +132,19 @@ async def _generate(options: GenerateCommandOptions) -> None:
 def _prompt(prompt: str | None, token_ids: str | None) -> str | list[int]:
     if token_ids is not None:
         if prompt is not None:
-            raise ValueError(f"--token-ids={token_ids!r}: give it or PROMPT, not both")
+            raise ValueError(
+                f"--token-ids={token_ids!r}: cannot be combined with PROMPT; use one of them"
+            )
         try:
             return [int(token) for token in token_ids.split(",")]
         except ValueError as error:
-            raise ValueError(f"--token-ids={token_ids!r}: write it as 1,2,3") from error
+            raise ValueError(
+                f"--token-ids={token_ids!r}: not a list of token ids; write 1,2,3"
+            ) from error
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
-        raise ValueError("PROMPT: give a text, --token-ids, or pipe the prompt in")
+        raise ValueError("PROMPT: is missing; give a text or --token-ids, or pipe it to stdin")
     return sys.stdin.read()
 
 

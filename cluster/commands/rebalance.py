@@ -16,7 +16,7 @@ Gangs = Annotated[
     typer.Option(
         "--gang",
         metavar="NAME",
-        help="Gang to rebalance, such as decode-0. Repeatable. Default: all of several ranks.",
+        help="Gang to rebalance, such as decode-0. Repeatable. Default: all with several ranks.",
     ),
 ]
 
@@ -48,12 +48,15 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
         gangs = await members.find_gangs()
         known = [gang.name for gang in gangs if len(gang.members) > 1]
         if wrong := [name for name in names if name not in known]:
-            fail("NOT_FOUND", f"--gang={wrong[0]}: ready gangs of several ranks are {known}")
+            fail(
+                "NOT_FOUND",
+                f"--gang={wrong[0]}: no ready gang of several ranks; use one of {known}",
+            )
         if not known:
             fail("NOT_FOUND", f"no gang of several ranks is ready in the Ray at {ray_address}")
         with show_progress() as show:
             for name in names or known:
-                show(f"{name}: draining and loading, if it gains by it")
+                show(f"{name}: moving experts if that improves the balance")
                 results.append(await members.rebalance_gang(name))
                 if not as_json:
                     print(_format_result(results[-1]), flush=True)
@@ -62,5 +65,7 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
 
 
 def _format_result(result: "RebalanceResult") -> str:
-    now = f"now {result.after:.3f}" if result.is_moved else "left as it is"
-    return f"{result.gang}: {result.num_rows} rows counted, balance {result.before:.3f}, {now}"
+    now = f"now {result.after:.3f}" if result.is_moved else "not moved"
+    return (
+        f"{result.gang}: {result.num_rows} expert rows counted, balance {result.before:.3f}, {now}"
+    )

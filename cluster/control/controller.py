@@ -62,7 +62,7 @@ class Controller:
         try:
             ray.get_runtime_context().current_actor.ensure_adopted.remote()
         except Exception:  # Ray never restarts an actor whose creation failed
-            log.exception("what is there is adopted with the first call only")
+            log.exception("existing ranks are adopted only with the first call")
 
     async def ensure_adopted(self) -> None:
         """Adopt the ranks that exist already, once. Retry until it succeeds.
@@ -74,7 +74,7 @@ class Controller:
                 try:
                     await self._adopt_ranks()
                 except Exception:
-                    log.exception("what is there cannot be adopted yet")
+                    log.exception("existing ranks cannot be adopted yet; trying again")
                     await asyncio.sleep(POLL_S)
 
     async def attach(self, config_json: str) -> bytes:
@@ -119,7 +119,7 @@ class Controller:
         await self.ensure_adopted()
         try:
             if gang not in self._gangs:
-                raise ValueError(f"gang={gang!r}: there is none; known are {[*self._gangs]}")
+                raise ValueError(f"gang={gang!r}: does not exist; use one of {[*self._gangs]}")
             return pack(await rebalance_gang(self._gangs[gang], self._change_lock))
         except (ValueError, TandemError) as error:
             return encode_failure(error)
@@ -134,8 +134,8 @@ class Controller:
         differing = [] if self._config is None else config_differences(self._config, config)
         if differing and not self._may_be_replaced():
             raise ValueError(
-                f"config: a cluster runs in this Ray, and {'; '.join(differing)}: use its values, "
-                "or stop it with `tandem stop`"
+                f"config: differs from the cluster that runs in this Ray: {'; '.join(differing)}; "
+                "use its values, or stop it with `tandem stop`"
             )
         if differing:
             await self._stop(config.control.stop_timeout_s)
@@ -194,7 +194,7 @@ class Controller:
         adopted = [state for gang in gangs.values() for state in gang]
         names = {state.spec.process_name for state in adopted}
         for rank in [rank for rank in ranks if rank.name not in names]:
-            log.warning("%s is of no gang that goes on: ended", rank.name)
+            log.warning("%s belongs to no gang that can be adopted: killed", rank.name)
             rank.kill()
         await asyncio.to_thread(remove_placement_groups, [state.spec for state in adopted])
         placed = {}
@@ -221,7 +221,7 @@ class Controller:
         for name in (
             await run_in_thread(find_draining_gangs) & self._gangs.keys()
         ) - self._relocating_gangs:
-            log.warning("%s lies on a machine that drains: it goes elsewhere", name)
+            log.warning("%s: Ray drains its machine; moving it to another", name)
             self._relocating_gangs.add(name)
             self._background.start(self._relocate(name, self._gangs[name]))
 
@@ -257,5 +257,5 @@ async def _answer_or_none(rank: RayRank, answer: Awaitable[Answer]) -> Answer | 
         async with asyncio.timeout(ADOPTION_TIMEOUT_S):
             return await answer
     except (TandemError, TimeoutError) as error:
-        log.warning("%s: %s", rank.name, error)
+        log.warning("%s does not answer and may not be adopted: %s", rank.name, error)
         return None

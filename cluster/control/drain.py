@@ -33,7 +33,9 @@ async def drain_and_restart(
     )
     if count_sequences(supervisor):
         log.warning(
-            "%s: %d sequences go on elsewhere", supervisor.gang.name, count_sequences(supervisor)
+            "%s: %d sequences have not ended in time and migrate to other ranks",
+            supervisor.gang.name,
+            count_sequences(supervisor),
         )
     async with change_lock:
         check_supervised(supervisor)

@@ -8,16 +8,12 @@ from tandem.core.membership import InFlightBatch, RankState
 from tandem.core.progress import LOADING
 from tandem.core.schema import Failure, to_error, to_failure
 
-USER_ERROR = "mistake"
-NO_CAPACITY = "no room"
-INTERNAL_FAULT = "fault"
-EXTERNAL = "outside"
-"""Categories of causes.
-
-USER_ERROR: a mistake in the configuration. NO_CAPACITY: Ray has no capacity for the gang.
-INTERNAL_FAULT: an error of the ranks themselves. EXTERNAL: all else, such as a SIGKILL, a lost
-machine or silence.
-"""
+USER_ERROR = "user error"
+NO_CAPACITY = "no capacity"
+INTERNAL_FAULT = "internal fault"
+EXTERNAL = "external"
+"""Categories of causes: the user's configuration, no capacity, an error of the ranks themselves,
+and all else (a SIGKILL, a lost machine, silence)."""
 CREATION_FAILURE_TEXT = "creation task"
 """Part of Ray's message about an actor whose constructor failed."""
 FATAL_SIGNAL_TEXT = "Fatal Python error"
@@ -119,10 +115,13 @@ def check_states(states: Sequence[RankState]) -> None:
     ]
     if stuck:
         late = laggard(states)
-        text = f"{late.spec.epoch_name}: its engine is {stuck[0]}"
+        text = f"{late.spec.epoch_name}: the engine has been {stuck[0]}"
         if len(states) > 1 and late.engine_progress is not None:
             position = late.engine_progress.position
-            text = f"{late.spec.epoch_name} holds up its gang at {position}: {stuck[0]}"
+            text = (
+                f"{late.spec.epoch_name} holds up its gang at {position}: "
+                f"a rank has been {stuck[0]}"
+            )
         raise EpochOver(RankLost(text), late.spec.rank)
 
 

@@ -149,7 +149,7 @@ class GangSupervisor:
             epoch = self.epochs.next_epoch()
             if not self.ranks.handles:
                 self.ranks.placement_group_epoch = epoch
-            starts = (f"{self.plan.name}: waiting for room",)
+            starts = (f"{self.plan.name}: waiting for resources",)
             self._update_gang(epoch=epoch, state=STARTING, startup_notes=starts, members=())
             self.ranks.suspicion = ""  # refers to the previous epoch
             launch = EpochLaunch(
@@ -218,7 +218,11 @@ class GangSupervisor:
         epoch = self.gang.epoch
         failure = failed_epoch.failure
         log.error(
-            "%s, epoch %d, %s: %s", self.plan.name, epoch, failed_epoch.category, failure.text
+            "%s: epoch %d ended (%s): %s",
+            self.plan.name,
+            epoch,
+            failed_epoch.category,
+            failure.text,
         )
         ended = EpochEnd(epoch, failed_epoch.in_flight)
         num_deaths = self.gang.num_deaths + 1
@@ -230,7 +234,7 @@ class GangSupervisor:
         try:
             await self.machines.release_placement_group(self.plan.name)
         except Exception as error:  # retried at the end of the next epoch
-            log.error("%s: its room could not be given back: %s", self.plan.name, error)
+            log.error("%s: its placement group was not removed: %s", self.plan.name, error)
 
     def _update_gang(self, **fields: object) -> None:
         before = self.gang

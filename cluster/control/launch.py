@@ -60,9 +60,9 @@ def check_tokenizer(tokenizer: Tokenizer, ranks: Sequence[RankInfo]) -> None:
     for rank in ranks:
         if rank.tokenizer not in ("", tokenizer.digest):
             raise ValueError(
-                f"model.path: its tokenizer has digest {tokenizer.digest}, that of the checkpoint "
-                f"which {rank.spec.label} loaded has {rank.tokenizer}; serve from that checkpoint, "
-                "or stop the cluster with `tandem stop` and serve the new one"
+                f"model.path: the tokenizer (digest {tokenizer.digest}) differs from that of the "
+                f"checkpoint loaded by {rank.spec.label} (digest {rank.tokenizer}); serve from "
+                "that checkpoint, or stop the cluster with `tandem stop` and serve the new one"
             )
 
 

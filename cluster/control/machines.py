@@ -126,7 +126,7 @@ class RayMachines:
                 for r in launch.missing
             )
         except RayError as error:
-            lost = RankLost(f"{plan.name}: Ray does not begin it: {error}")
+            lost = RankLost(f"{plan.name}: Ray could not start its ranks: {error}")
             raise EpochOver(lost, *(ranks.keys() & launch.missing)) from error
 
     async def read_crash_report(self, state: RankState) -> CrashReport:
@@ -143,7 +143,7 @@ class RayMachines:
                     return unpack(CrashReport, data)
                 return await asyncio.to_thread(_read_crash_report_remotely, state)
         except Exception as error:
-            log.warning("%s left no last words: %r", state.spec.epoch_name, error)
+            log.warning("%s: no crash report: %r", state.spec.epoch_name, error)
             return CrashReport()
 
     async def release_placement_group(self, gang: str) -> None:
@@ -164,8 +164,8 @@ def _get_placement_group(plan: GangPlan, launch: EpochLaunch) -> Any:
         try:
             return get_placement_group(name)
         except ValueError as error:
-            raise RankLost(f"{plan.name}: its placement group is gone") from error
-    remove_placement_groups(gang=plan.name)  # groups whose removal failed earlier
+            raise RankLost(f"{plan.name}: its placement group no longer exists") from error
+    remove_placement_groups(gang=plan.name)  # left over from epochs where the removal failed
     group = placement_group(
         [dict(plan.resources)] * plan.num_ranks,
         strategy="PACK",
@@ -242,7 +242,9 @@ def _rank_hosts(group: Any, host: str) -> list[str]:
     found = [placed.get(index, "") for index in range(group.bundle_count)]
     if lost := [index for index, machine in enumerate(found) if machine not in addresses]:
         # Ray reschedules the bundles of a lost machine; the other ranks keep theirs.
-        raise EpochOver(RankLost(f"ranks {lost} have lost their machine and have no other yet"))
+        raise EpochOver(
+            RankLost(f"the machine of ranks {lost} is lost, and Ray has not replaced it yet")
+        )
     return host_addresses(host, found, addresses)
 
 

@@ -78,7 +78,7 @@ class RayMembers:
                 log.error("the cluster was stopped")
                 await asyncio.Event().wait()
             except (RayError, TandemError, ValueError) as error:
-                log.warning("no news of the membership: %s", error)
+                log.warning("the controller's membership is unknown, trying again: %s", error)
                 await asyncio.sleep(RETRY_PAUSE_S)
         return self.membership
 
@@ -91,7 +91,7 @@ class RayMembers:
         try:
             decode(Membership, await self._controller.attach.remote(self._config_json))
         except ValueError as error:
-            log.error("the cluster is another one now, and this gateway serves no more: %s", error)
+            log.error("the cluster was replaced; this gateway serves no more requests: %s", error)
         return replace(snapshot, gangs=())
 
     async def wait_until_started(self, on_progress: OnProgress) -> None:
@@ -162,7 +162,7 @@ async def stop_cluster(deadline_s: float) -> list[str]:
         finally:
             ray.kill(controller)
     except (ValueError, TimeoutError, RayError) as error:
-        log.warning("no controller stops the ranks: %s", error)
+        log.warning("the controller did not stop the ranks, killing them: %s", error)
     for rank in await run_in_thread(find_ranks):
         rank.kill()
     await run_in_thread(remove_placement_groups)
@@ -181,6 +181,6 @@ def _log_notices(infos: Sequence[RankInfo]) -> None:
     """Log warnings about slow kernels and about a checkpoint without MTP layers."""
     info = infos[0]
     for reason in {info.fallback_reason for info in infos} - {""}:
-        log.warning("steps are slower than they could be, %s", reason)
+        log.warning("steps are slower than they could be: %s", reason)
     if not info.model.has_mtp:
-        log.warning("this checkpoint has no MTP layer: it is served without drafts")
+        log.warning("this checkpoint has no MTP layer: the drafter mtp cannot be used")

@@ -126,20 +126,19 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
             sorted({m.labels[GROUP_LABEL] for m in machines if GROUP_LABEL in m.labels}) or "none"
         )
         return (
-            f"{plan.name}: no room: no machine of this Ray is of "
-            f"{section}.node_group={plan.group!r}; "
-            f"of groups there are {known_groups} (Ray's label {GROUP_LABEL}, on Kubernetes the "
-            "worker group)"
+            f"{section}.node_group={plan.group!r}: {plan.name} needs a machine of this group, and "
+            f"this Ray has none; its groups are {known_groups} (Ray's label {GROUP_LABEL}, on "
+            "Kubernetes the worker group)"
         )
     where = "this Ray" if plan.group is None else f"group {plan.group!r}"
     wants = [
-        f"{num:g} {name} for each of {plan.num_ranks} ranks, of "
-        f"{sum(m.total.get(name, 0) for m in machines_of_group):g} in {where} "
-        f"{sum(m.free.get(name, 0) for m in machines_of_group):g} are free"
+        f"{num:g} {name} for each of {plan.num_ranks} ranks ("
+        f"{sum(m.free.get(name, 0) for m in machines_of_group):g} of "
+        f"{sum(m.total.get(name, 0) for m in machines_of_group):g} in {where} are free)"
         for name, num in plan.resources.items()
     ]
     return (
-        f"{plan.name}: no room: it takes {'; '.join(wants)}; add machines, or lower "
+        f"{plan.name}: not enough resources: needs {'; '.join(wants)}; add machines, or lower "
         f"{section}.dp_size, {section}.replicas or {section}.num_threads"
     )
 

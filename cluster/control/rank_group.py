@@ -97,7 +97,7 @@ class RankGroup:
                 RankLost(f"{self._startup_note(lost[0])}: no progress for {bound}"), *lost
             )
         if unresponsive := self._unresponsive_ranks():
-            questions = f"{MAX_UNANSWERED} questions in a row were unanswered"
+            questions = f"{MAX_UNANSWERED} status calls in a row failed"
             text = f"{self._startup_note(unresponsive[0])}: {questions}"
             raise EpochOver(RankLost(text), *unresponsive)
         if not silent:
@@ -113,7 +113,8 @@ class RankGroup:
                 suspicion = str(over)
         if suspicion:
             text = (
-                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s: {suspicion}"
+                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s, after a "
+                f"report: {suspicion}"
             )
             raise EpochOver(RankLost(text), *silent)
         return ()
@@ -151,9 +152,11 @@ class RankGroup:
         if all(joined):
             return
         if any(joined) or any(s.spec.process_epoch and s.spec.epoch == epoch for s in states):
-            raise EpochOver(EpochEnded("some of its ranks have left this epoch already"))
+            raise EpochOver(EpochEnded("some ranks of the gang have already left this epoch"))
         if len({state.placement for state in states}) > 1:
-            raise EpochOver(RankLost("its ranks differ in where experts lie"), *self.handles)
+            raise EpochOver(
+                RankLost("the ranks of the gang have different expert placements"), *self.handles
+            )
         rendezvous = await self._call(self.handles[0].open_rendezvous)
         if isinstance(rendezvous, Exception):
             raise EpochOver(rendezvous, 0)
@@ -211,7 +214,7 @@ class RankGroup:
             try:
                 rank.kill()
             except Exception as error:
-                log.error("%s cannot be killed: %r", rank.name, error)
+                log.error("%s cannot be killed, trying again: %r", rank.name, error)
                 self._kill_pending.append(rank)
 
     async def _leave_epoch(self, rank: int) -> None:
@@ -221,7 +224,9 @@ class RankGroup:
             if rank in self.handles:  # a rank may be killed during the call
                 self._num_unanswered[rank] = 0
         except Exception as error:
-            log.warning("%s, rank %d cannot go on: %r", self.plan.name, rank, error)
+            log.warning(
+                "%s, rank %d did not leave its epoch, killing it: %r", self.plan.name, rank, error
+            )
             self.kill([rank])
 
     async def _poll(self, ranks: Iterable[int], seen: tuple[int, int]) -> list[int]:
@@ -242,8 +247,8 @@ class RankGroup:
                     # The rank started to load before the cluster's weights were known.
                     raise EpochOver(
                         RankLost(
-                            f"{answer.spec.epoch_name}: holds weights {answer.weights}, but its "
-                            f"cluster has {self.weights.digest}"
+                            f"{answer.spec.epoch_name}: loaded weights {answer.weights}, but "
+                            f"its cluster serves weights {self.weights.digest}"
                         ),
                         rank,
                     )

@@ -69,7 +69,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """
         peer = context.peer()
         if self._idle[peer] >= MAX_IDLE_PER_CONNECTION or self._idle.total() >= MAX_IDLE_STREAMS:
-            reason = "too many streams of health and reflection are open; close some"
+            reason = "too many health and reflection streams are open; close some"
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
         self._idle[peer] += 1
         try:
@@ -156,6 +156,6 @@ class _Call:
         try:
             return self.handler.request_deserializer(data)
         except Exception as error:  # parsers raise no specific type
-            reason = f"{len(data)} bytes are no message of {self.method} ({error})"
-            _log.warning("%s; sent by %s", reason, context.peer())
+            reason = f"{len(data)} bytes are not a valid message of {self.method} ({error})"
+            _log.warning("refused a call: %s; sent by %s", reason, context.peer())
             raise ValueError(reason) from None

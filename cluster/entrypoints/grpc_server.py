@@ -91,7 +91,9 @@ async def _bind(server: grpc.aio.Server, address: str) -> str:
     except RuntimeError as error:
         # Binding the address again raises an error that contains the operating system's reason.
         (await asyncio.to_thread(open_listener, "server.address", address)).close()
-        raise ValueError(f"server.address={address!r}: was taken until now; try again") from error
+        raise ValueError(
+            f"server.address={address!r}: was in use a moment ago; try again"
+        ) from error
 
 
 class Health(health_pb2_grpc.HealthServicer):
@@ -107,7 +109,9 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
         if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"service={request.service!r}: unknown")
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"service={request.service!r}: unknown to this server"
+            )
         return self._now(request.service)
 
     async def Watch(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:

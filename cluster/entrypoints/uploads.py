@@ -102,7 +102,9 @@ class Uploads:
                     return data
             raise ValueError("the call has no message; send one")
         except TimeoutError:
-            raise TimeoutError("the message did not arrive whole in time; send it again") from None
+            raise TimeoutError(
+                "the message did not arrive completely in time; send it again"
+            ) from None
         finally:
             if of_connection.is_idle:
                 self._of_connection.pop(connection, None)

@@ -149,7 +149,7 @@ class Admission:
             answers = stream.answers = gateway.start_answers(request)
             num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
             answers.on_backlog_full = lambda: stream.end(
-                f"more than {num_kb} kB of the answer were left unread; resume it"
+                f"the client left more than {num_kb} kB of the answer unread; resume it"
             )
             if stream.is_aborted:
                 answers.abort()
@@ -208,8 +208,12 @@ class Admission:
             open_streams = [stream for stream in self._streams.values() if not stream.end_reason]
             slowest = max(open_streams, key=lambda stream: stream.writer.lag_s)
             if slowest.writer.lag_s < STALLED_S:
-                raise Overloaded(f"{len(self._streams) - 1} streams are open already")
-            slowest.end("it was read more slowly than others, and there is no room for all; resume")
+                raise Overloaded(
+                    f"{len(self._streams) - 1} streams are open, the maximum of this server"
+                )
+            slowest.end(
+                "too many streams are open, and this one was read slowest; resume the answer"
+            )
 
     async def _wait_until_closed(self, timeout_s: float) -> None:
         """Wait until the streams that are open on entry are closed."""
@@ -230,10 +234,10 @@ class Admission:
         while not self._is_draining and (earlier := self._streams.get(name)):
             if not nonce or earlier.nonce != nonce:
                 raise ValueError(
-                    f"request_id={name!r}: a request of this name is running; "
-                    "use another or leave it empty"
+                    f"request_id={name!r}: a request with this id is running; "
+                    "use another id or leave it empty"
                 )
-            earlier.end("a later attempt at this stream took its place")
+            earlier.end("the client called again, and the new stream replaces this one")
             await asyncio.wait([earlier.closed])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")

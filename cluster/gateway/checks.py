@@ -28,10 +28,10 @@ ABOVE_0, BELOW_1, MAX_INT32 = math.nextafter(0, 1), math.nextafter(1, 0), (1 << 
 _DEFAULT = RawRequest()
 _RANGE = "{low} to {high}"
 _ABOVE_0 = "use a number above 0 and up to {high}"
-_ONLY_RELAXED = "means something with ACCEPTANCE_RELAXED alone; leave it 0, or use that"
-_ONLY_TYPICAL = "means something with ACCEPTANCE_TYPICAL alone; leave it 0, or use that"
-_ONLY_SAMPLED = "ACCEPTANCE_TYPICAL is for sampled requests; use more, or ACCEPTANCE_STRICT"
-_ONLY_GREEDY = "ACCEPTANCE_RELAXED is for greedy requests; use 0, ACCEPTANCE_STRICT or _REJECTION"
+_ONLY_RELAXED = "has an effect with ACCEPTANCE_RELAXED only; use 0, or that acceptance"
+_ONLY_TYPICAL = "has an effect with ACCEPTANCE_TYPICAL only; use 0, or that acceptance"
+_ONLY_SAMPLED = "ACCEPTANCE_TYPICAL needs a temperature above 0; raise it, or use ACCEPTANCE_STRICT"
+_ONLY_GREEDY = "ACCEPTANCE_RELAXED needs temperature 0; use 0, or ACCEPTANCE_STRICT or _REJECTION"
 _Items = TypeVar("_Items", bound=Collection[Any])
 
 
@@ -64,18 +64,20 @@ def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]
         "sampling.top_p": Bounds(ABOVE_0, 1, _ABOVE_0),
         "sampling.min_p": Bounds(0, BELOW_1, "use a number from 0 to below 1"),
         # Logits are divided by the penalty in fp32: near 0 they would become infinite.
-        "sampling.repetition_penalty": Bounds(0.01, 10, f"use {_RANGE}; 1 is none"),
+        "sampling.repetition_penalty": Bounds(0.01, 10, f"use {_RANGE}; 1 means no penalty"),
         "sampling.presence_penalty": Bounds(-2, 2),
         "sampling.frequency_penalty": Bounds(-2, 2),
         "sampling.seed": Bounds(0, (1 << 63) - 1, "use 0 to 2^63-1"),
-        "sampling.max_tokens": Bounds(1, MAX_INT32, f"use 1 or more, or 0 for {default}"),
-        "sampling.min_tokens": Bounds(0, max_tokens, f"use {_RANGE}, which is max_tokens"),
+        "sampling.max_tokens": Bounds(
+            1, MAX_INT32, f"use 1 or more, or 0 for the default {default}"
+        ),
+        "sampling.min_tokens": Bounds(0, max_tokens, f"use {_RANGE} (max_tokens)"),
         "sampling.logprobs": Bounds(
             0, min(20, model.vocab_size), f"use {_RANGE}, or leave it unset"
         ),
-        "sampling.n": Bounds(1, 16, f"use {_RANGE}, or 0 for 1"),
+        "sampling.n": Bounds(1, 16, f"use {_RANGE}, or 0 for the default 1"),
         "speculation.max_drafts": Bounds(
-            0, model.num_draft_tokens, f"use {_RANGE}, this server's speculation.max_depth"
+            0, model.num_draft_tokens, f"use {_RANGE} (this server's speculation.max_depth)"
         ),
         "speculation.relaxed_top_n": Bounds(0, 0, _ONLY_RELAXED),
         "speculation.relaxed_delta": Bounds(0, 0, _ONLY_RELAXED),
@@ -89,7 +91,9 @@ def field_bounds(raw_request: RawRequest, model: ModelInfo) -> dict[str, Bounds]
         return table
     return table | {
         "sampling.temperature": Bounds(0, 0, _ONLY_GREEDY),
-        "speculation.relaxed_top_n": Bounds(1, model.vocab_size, f"use {_RANGE}, or 0 for 1"),
+        "speculation.relaxed_top_n": Bounds(
+            1, model.vocab_size, f"use {_RANGE}, or 0 for the default 1"
+        ),
         "speculation.relaxed_delta": Bounds(0, max_delta),
     }
 
@@ -103,9 +107,9 @@ def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokeniz
     """
     if raw_request.resume_model not in ("", model.digest):
         raise ModelMismatch(
-            f"resume_model={raw_request.resume_model:.64}: another model began this answer, this "
-            f"server has {model.name} with digest {model.digest}; resume it at a server of that "
-            "model, or send the request again without resume_token_ids"
+            f"resume_model={raw_request.resume_model:.64}: another model started this answer, but "
+            f"this server has {model.name} with digest {model.digest}; resume it at a server of "
+            "the first model, or send the request again without resume_token_ids"
         )
     token = Bounds(0, model.vocab_size - 1, f"token ids are {_RANGE}")
     max_items = model.max_model_len - 1
@@ -165,7 +169,7 @@ def request_id(client_id: str) -> str:
         ValueError: The id is too long, or has spaces or unprintable characters.
     """
     if len(client_id) > MAX_REQUEST_ID_LEN or not client_id.isprintable() or " " in client_id:
-        remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or none"
+        remedy = f"use 1 to {MAX_REQUEST_ID_LEN} printable characters without spaces, or ''"
         refuse("request_id", client_id[: MAX_REQUEST_ID_LEN + 1], remedy)
     return client_id or uuid.uuid4().hex
 
@@ -186,8 +190,8 @@ def _prompt_ids(
 
 def _refuse_length(kind: str, num_tokens: int, model: ModelInfo) -> NoReturn:
     raise ValueError(
-        f"{kind}: the prompt has {num_tokens} tokens; at most {model.max_model_len - 1} leave room "
-        f"for an answer in model.max_model_len={model.max_model_len}"
+        f"{kind}: the prompt has {num_tokens} tokens; use at most {model.max_model_len - 1}, so "
+        f"that an answer fits into model.max_model_len={model.max_model_len}"
     )
 
 
@@ -202,8 +206,8 @@ def _encode(text: str, model: ModelInfo, tokenizer: "Tokenizer") -> list[int]:
     longest = tokenizer.max_token_bytes
     if longest is not None and num_bytes > (max_bytes := (model.max_model_len - 1) * longest):
         raise ValueError(
-            f"text: the prompt has {num_bytes} bytes; all the tokens that leave room for an answer "
-            f"in model.max_model_len={model.max_model_len} hold {max_bytes} at the very most"
+            f"text: the prompt has {num_bytes} bytes, but prompts that fit model.max_model_len="
+            f"{model.max_model_len} have at most {max_bytes}; shorten it"
         )
     try:
         return tokenizer.encode(text, model.max_model_len - 1)
@@ -226,7 +230,7 @@ def _check_lists(raw_request: RawRequest, token: Bounds) -> None:
     sampling = raw_request.sampling
     check_count("sampling.stop", sampling.stop)
     if (num_chars := sum(map(len, sampling.stop))) > MAX_STOP_CHARS:
-        raise ValueError(f"sampling.stop: {num_chars} characters; use at most {MAX_STOP_CHARS}")
+        raise ValueError(f"sampling.stop: has {num_chars} characters; use at most {MAX_STOP_CHARS}")
     if "" in sampling.stop:
         refuse("sampling.stop", list(sampling.stop), "use texts of at least one character")
     _token_ids("sampling.stop_token_ids", sampling.stop_token_ids, token)
@@ -252,7 +256,7 @@ def _with_stop_ids(
     for i, stop in enumerate(sampling.stop):
         contained = next((name for name in special if name in stop), None)
         if contained is not None and stop not in special:
-            remedy = f"contains the special token {contained!r}, which has no text; stop at it by "
+            remedy = f"contains the special token {contained!r}, which answers omit; use "
             remedy += f"stop_token_ids=[{special[contained]}], or set skip_special_tokens to false"
             refuse(f"sampling.stop[{i}]", stop, remedy)
     size = model.vocab_size
@@ -268,7 +272,7 @@ def _check_min_tokens(request: Request, model: ModelInfo) -> None:
     num_left = request.sampling.min_tokens - len(request.output_ids)
     stops = stop_ids(request.sampling, model.eos_token_ids)
     if num_left > 0 and len(stops) >= model.vocab_size:
-        remedy = "stop_token_ids and EOS are the whole vocabulary, so no token may come before it"
+        remedy = "stop_token_ids and EOS cover the vocabulary, so every token would end the answer"
         refuse("sampling.min_tokens", request.sampling.min_tokens, f"{remedy}; use 0")
 
 

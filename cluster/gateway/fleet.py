@@ -167,7 +167,7 @@ class Fleet:
             try:
                 self._apply_membership(await self._members.wait_for_change(self.membership.version))
             except Exception:
-                log.exception("the membership cannot be followed; it is tried again")
+                log.exception("the membership could not be applied; trying again")
                 await asyncio.sleep(POLL_PERIOD_S)
 
     def _apply_membership(self, now: Membership) -> None:
@@ -211,6 +211,7 @@ class Fleet:
         if not (other_digests := {info.model.digest for info in gang.members} - {self._digest}):
             return gang
         cause = (
-            f"it has model {', '.join(other_digests)}, this server {self._digest}: start this again"
+            f"the gang serves model {', '.join(other_digests)}, this server has {self._digest}; "
+            "restart this server"
         )
         return replace(gang, state=LOST, members=(), startup_notes=(cause,))

@@ -105,9 +105,9 @@ async def _read_frames(
                     stall_threshold_s = rank.on_heartbeat(frame.heartbeat)
                     retries.reset()
                 silence.reschedule(now() + heartbeat_s + stall_threshold_s)
-        raise RankLost(f"{rank.epoch_name} ended its frames")
+        raise RankLost(f"{rank.epoch_name} closed its stream of frames")
     except TimeoutError:
-        raise RankLost(f"no sign of life for {stall_threshold_s:g} s") from None
+        raise RankLost(f"{rank.epoch_name} sent no heartbeat for {stall_threshold_s:g} s") from None
     finally:
         heartbeats.cancel()
         stream.close()

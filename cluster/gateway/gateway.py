@@ -73,7 +73,9 @@ class ClusterGateway:
         num_reserved = self.config.decode.num_rows if is_resumed else 0
         num_queued = sum(map(len, self.open_answers)) - self._num_rows()
         if num_queued + num_answers > self.config.server.max_queued + num_reserved:
-            raise Overloaded(f"{max(0, num_queued)} requests are queued already")
+            raise Overloaded(
+                f"{max(0, num_queued)} requests are already queued (server.max_queued)"
+            )
 
     @property
     def proof_key(self) -> bytes:
@@ -169,8 +171,8 @@ class ClusterGateway:
         capacity = min((info.max_tokens for info in infos), default=max_tokens)
         if max_tokens > capacity:
             raise ValueError(
-                f"max_tokens: prompt and answer of up to {max_tokens} tokens do not fit the "
-                f"{capacity} that a rank has pages for; lower max_tokens or raise kv.num_pages"
+                f"max_tokens: prompt and answer may have {max_tokens} tokens, but a rank has pages "
+                f"for {capacity}; lower max_tokens or raise kv.num_pages"
             )
 
     async def _serve(self, answer: Answer, emit: Callable[[Piece], None]) -> None:
@@ -201,7 +203,10 @@ class ClusterGateway:
                 await attempts.on_failure(error, pair, answer.remaining_request().is_resumed)
                 self.migrations[type(error).__name__] += 1
                 log.warning(
-                    "trying again after failure %d: %s", attempts.retries.num_failures, error
+                    "%s: trying again after failure %d: %s",
+                    answer.request.request_id,
+                    attempts.retries.num_failures,
+                    error,
                 )
 
     async def _choose_route(

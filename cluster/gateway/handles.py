@@ -162,7 +162,7 @@ class RankHandle:
         for identity in self.inboxes.reconcile(heartbeat.alive, granted):
             self.release("abort", identity)
         if heartbeat.engine_progress.is_stalled:
-            raise RankLost(f"its engine is {heartbeat.engine_progress}")
+            raise RankLost(f"{self.epoch_name}: the engine has been {heartbeat.engine_progress}")
         if self.liveness.apply_event(LivenessEvent.HEARTBEAT):
             log.warning("%s answers heartbeats again and gets requests", self.epoch_name)
         answered.set()

@@ -50,8 +50,9 @@ class PieceWriter:
                 await write(piece)
         except TimeoutError:
             raise Draining(
-                f"the answer was left unread for {self._max_lag_s:g} s (server.write_timeout_s), "
-                f"or read more slowly than {MIN_BYTES_PER_S:g} bytes a second; resume it"
+                f"the client left the answer unread for {self._max_lag_s:g} s "
+                f"(server.write_timeout_s), or read fewer than {MIN_BYTES_PER_S:g} bytes per "
+                "second; resume it"
             ) from None
         waited_s = now() - self._waiting_since
         self._waiting_since = None

@@ -100,11 +100,11 @@ class AttemptHistory:
             step.is_isolated for step in fatal_steps
         ):
             raise PoisonRequest(
-                "it was alone in the step that killed a rank: it is not tried again"
+                "the request was alone in a step that killed a rank, so it is not retried"
             )
         if len(fatal_steps) >= MAX_FATAL_STEPS:
             raise PoisonRequest(
-                f"it was in {len(fatal_steps)} steps that killed a rank: not tried again"
+                f"the request was in {len(fatal_steps)} steps that killed a rank; it is not retried"
             )
         return (
             self.has_failed

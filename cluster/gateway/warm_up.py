@@ -65,7 +65,10 @@ class WarmUp:
             self.failure = None
         except Exception as error:
             log.warning(
-                "%s and %s do not work together: %s", prefill.epoch_name, decode.epoch_name, error
+                "hand-over test from %s to %s failed: %s",
+                prefill.epoch_name,
+                decode.epoch_name,
+                error,
             )
             self.failure = error
             self.is_refused = isinstance(error, ValueError)

@@ -23,7 +23,7 @@ def resolve_buckets(
     wrong = [size for size in sizes if not 1 <= size <= max_rows]
     if wrong:
         raise ValueError(
-            f"decode.batch_sizes: {wrong} out of range, use 1 to decode.max_num_seqs={max_rows}"
+            f"decode.batch_sizes: {wrong} are out of range; use 1 to decode.max_num_seqs={max_rows}"
         )
     return tuple(sorted({*sizes, max_rows}))
 

@@ -85,11 +85,11 @@ class Scheduler:
         limits = RequestLimits(size, self._num_pages(num_tokens + budget), size.num_output + budget)
         if limits.max_pages > max_pages:
             raise ValueError(
-                f"max_tokens: prompt and answer need {limits.max_pages} pages, this node has "
+                f"max_tokens: prompt and answer need {limits.max_pages} pages, this rank has "
                 f"{max_pages}; lower max_tokens or raise kv.num_pages"
             )
         if not size.is_resumed and len(self.queue.new) >= MAX_WAITING:
-            raise Overloaded(f"{len(self.queue.new)} requests wait for a decode row already")
+            raise Overloaded(f"{len(self.queue.new)} requests already wait for a decode row")
         assert identity not in self.sequences, f"{identity} was granted already"
         self.queue.add(identity, limits, size.is_resumed)
 
@@ -115,7 +115,7 @@ class Scheduler:
         """Return the grant of ``identity``. Raises HandoverError if there is none."""
         granted = self.sequences.get(identity)
         if not isinstance(granted, GrantedSequence):
-            raise HandoverError(f"{identity} holds no row: it was aborted, or never granted one")
+            raise HandoverError(f"{identity} has no decode row: it was aborted or never got one")
         return granted
 
     def use_prefix_pages(self, identity: Identity, known: Sequence[int]) -> tuple[int, ...]:

@@ -81,7 +81,8 @@ class HostDraftRunner:
             self.num_draftless_steps += 1
             if self.num_draftless_steps.bit_count() == 1:
                 log.exception(
-                    "a step goes on without drafts, the %d. one", self.num_draftless_steps
+                    "drafting failed: a step runs without drafts (%d so far)",
+                    self.num_draftless_steps,
                 )
         return none
 
@@ -116,7 +117,7 @@ def check_drafts(drafts: Drafts, like: Drafts, vocab_size: int) -> Drafts:
         None if like.parents_BN is None else (num_rows, num_drafts),
     ]
     if shapes != expected_shapes:
-        raise ValueError(f"drafts have the shapes {shapes} where {expected_shapes} are taken")
+        raise ValueError(f"the drafter returned shapes {shapes}, expected {expected_shapes}")
     if parents_BN is not None:
         latest_N = torch.arange(num_drafts, device=like_BN.device)
         parents_BN = parents_BN.to(like_BN).clamp(min=0).minimum(latest_N)

@@ -90,7 +90,9 @@ class Programs:
         is_best = form == self._loaded.kernels.exec_mode
         status = [form if is_best else f"{form}: {self._loaded.dispatch.eager_reason}"]
         status += (
-            [f"{len(uncapturable)} programs eager: {uncapturable[-1]}"] if uncapturable else []
+            [f"{len(uncapturable)} programs run eagerly: {uncapturable[-1]}"]
+            if uncapturable
+            else []
         )
         status += (
             [f"{lost} steps without drafts"]
@@ -159,7 +161,9 @@ class Programs:
             if not (function.is_ready or isinstance(error, EpochEnded) or is_fatal(error)):
                 self._num_failed[key] += 1
                 if self._num_failed[key] >= max_tries:
-                    self.uncapturable[key] = f"a program could not be made: {error!r}"
+                    self.uncapturable[key] = (
+                        f"a program could not be recorded or captured: {error!r}"
+                    )
             raise
 
     def _inputs(self, step: PreparedStep) -> tuple[Tensor, ...]:

@@ -116,7 +116,7 @@ class DecodeRank:
         identity = grant.identity
         self._check_not_aborted(identity)
         if self.sessions.session_of(identity) is not None:
-            raise HandoverError(f"{identity} is here already")
+            raise HandoverError(f"{identity} is already on this decode rank")
         self.sessions.add(grant.session, identity)
         granted = self._pending_grants[identity] = self._asyncio.create_future()
         try:
@@ -140,12 +140,12 @@ class DecodeRank:
     async def _start(self, start: StartSequence) -> TransferStats:
         self._check_not_aborted(start.identity)
         if start.identity in self._arrivals:
-            raise HandoverError(f"{start.identity} arrives already")
+            raise HandoverError(f"{start.identity} is already being received")
         task = self._arrivals[start.identity] = asyncio.create_task(self._receive(start))
         task.add_done_callback(partial(self._on_received, start.identity))
         await asyncio.wait([task])
         if task.cancelled():
-            raise HandoverError(f"{start.identity} was aborted while it arrived")
+            raise HandoverError(f"{start.identity} was aborted while its KV cache was received")
         return task.result()
 
     def _on_received(self, identity: Identity, task: "asyncio.Task[TransferStats]") -> None:
@@ -176,7 +176,7 @@ class DecodeRank:
             raise
         except Exception as error:
             await self._drop(identity)
-            raise HandoverError(f"{identity}: it did not arrive: {error!r}") from error
+            raise HandoverError(f"{identity}: its KV cache was not received: {error!r}") from error
         return pulled.stats
 
     def _activate(self, start: StartSequence, seal: Seal) -> None:
@@ -191,7 +191,7 @@ class DecodeRank:
         except TandemError:
             raise
         except Exception as error:
-            raise StepFailed(f"{start.identity}: it was not started: {error!r}") from error
+            raise StepFailed(f"{start.identity}: decoding did not start: {error!r}") from error
 
     def _start_steps(self, start: StartSequence, seal: Seal) -> None:
         # Rows copies the features to the device together with the rest of the row.
@@ -214,7 +214,9 @@ class DecodeRank:
         this sequence are refused.
         """
         self._recently_ended.add(identity, None)
-        self._resolve_grant(identity, HandoverError(f"{identity} was aborted while it waited"))
+        self._resolve_grant(
+            identity, HandoverError(f"{identity} was aborted while it waited for a decode row")
+        )
         if identity in self._arrivals:
             await cancel_and_wait(self._arrivals[identity])
         await self._drop(identity)
@@ -225,12 +227,12 @@ class DecodeRank:
 
     def _check_not_aborted(self, identity: Identity) -> None:
         if identity in self._recently_ended:
-            raise HandoverError(f"{identity} was aborted before it came")
+            raise HandoverError(f"{identity} was aborted before this call arrived")
 
     async def _sweep(self) -> None:
         """Abort the sequences of expired sessions and forget old aborts."""
         for identity in self.sessions.sweep():
-            log.warning("%s: the gateway of %s is gone", self.spec.gang, identity)
+            log.warning("%s: aborting %s, because its gateway is gone", self.spec.gang, identity)
             await self._abort(identity)
         self._recently_ended.sweep()
 

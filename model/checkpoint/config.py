@@ -35,9 +35,9 @@ from tandem.model.checkpoint.config_keys import (
 from tandem.model.checkpoint.eos import read_eos, usable_ids
 
 _UNSUPPORTED_MODELS = {
-    "deepseek_v32": "it needs the sparse-attention (DSA) indexer, which Tandem does not have",
+    "deepseek_v32": "it needs sparse attention (DSA), which is not implemented",
     "deepseek_v4": "it is a different architecture (compressed KV, hyper-connections)",
-    "glm": "GLM is another family, even where its attention is MLA",
+    "glm": "the GLM family is not supported, even with MLA attention",
     "kimi_k25": "it nests a vision model around its int4 text model",
 }
 _V2 = "deepseek_v2"
@@ -56,10 +56,10 @@ _IDENTITY_EXCLUDES = ("dtype", "eos_token_ids", "quantization")
 _EOS = Field(validation_alias="eos_token_id")
 _REMEDIES = {
     "attention_bias": ["linear layers with bias are not implemented"],
-    "moe_layer_freq": ["transformers, which Tandem is tested against, has one kind of MoE layer"],
+    "moe_layer_freq": ["like transformers, Tandem implements only this value"],
     "mlp_bias": ["linear layers with bias are not implemented"],
-    "quantization_config": ["only DeepSeek's fp8 (e4m3, block scales) is read; bring that or bf16"],
-    "rope_scaling": ["only yarn without attention_factor, and default alone, are implemented"],
+    "quantization_config": ["use DeepSeek's fp8 format (e4m3 with block scales), or bf16 weights"],
+    "rope_scaling": ["only types yarn (without attention_factor) and default are implemented"],
 }
 
 # All of torch's names of each dtype, because transformers accepts any of them.
@@ -98,8 +98,8 @@ class YarnScaling:
         if bool(self.mscale) != bool(self.mscale_all_dim) and self.mscale != 1:
             raise ValueError(
                 f"rope_scaling.mscale = {self.mscale}, rope_scaling.mscale_all_dim = "
-                f"{self.mscale_all_dim}: DeepSeek's code and transformers' read one without the "
-                "other differently; give both or none"
+                f"{self.mscale_all_dim}: DeepSeek's code and transformers interpret one without "
+                "the other differently; set both or neither"
             )
         return self
 
@@ -220,8 +220,8 @@ class ModelConfig:
         routings = _ROUTINGS.get(self.model_type, ("sigmoid/noaux_tc",))
         if routing not in routings:
             raise ValueError(
-                f"scoring_func/topk_method = {routing}: model_type = {self.model_type} has "
-                f"{' or '.join(routings)}"
+                f"scoring_func/topk_method = {routing}: model_type = {self.model_type} supports "
+                f"only {' or '.join(routings)}"
             )
         is_greedy = self.topk_method == _GREEDY
         num_experts = self.n_routed_experts
@@ -229,17 +229,29 @@ class ModelConfig:
         per_group, rest = divmod(num_experts, num_groups)
         is_too_small = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
         eligible = per_group * num_kept
-        of_all = f"of n_routed_experts = {num_experts} topk_group/n_group = {num_kept}/{num_groups}"
+        of_all = f"the experts in topk_group = {num_kept} of n_group = {num_groups} groups"
         for name, is_wrong, remedy in (
             ("hidden_size", self.hidden_size % 8, "must be a multiple of 8"),
             ("moe_intermediate_size", self.moe_intermediate_size % 8, "must be a multiple of 8"),
             ("n_group", rest, f"must divide n_routed_experts = {num_experts}"),
-            ("n_group", is_too_small, "each group needs two experts or more (its score sums two)"),
+            ("n_group", is_too_small, "each group must have at least two experts"),
             ("topk_group", num_kept > num_groups, f"must be <= n_group = {num_groups}"),
-            ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}: {of_all}"),
-            ("first_k_dense_replace", self.first_k_dense_replace > num_layers, "beyond the layers"),
-            ("norm_topk_prob", is_v2 and self.norm_topk_prob, f"model_type = {_V2} has false"),
-            ("rope_interleave", is_v2 and not self.rope_interleave, f"model_type = {_V2} has true"),
+            ("num_experts_per_tok", num_chosen > eligible, f"must be <= {eligible}, {of_all}"),
+            (
+                "first_k_dense_replace",
+                self.first_k_dense_replace > num_layers,
+                f"must be <= num_hidden_layers = {num_layers}",
+            ),
+            (
+                "norm_topk_prob",
+                is_v2 and self.norm_topk_prob,
+                f"must be false with model_type = {_V2}",
+            ),
+            (
+                "rope_interleave",
+                is_v2 and not self.rope_interleave,
+                f"must be true with model_type = {_V2}",
+            ),
         ):
             if is_wrong:
                 raise ValueError(f"{name} = {getattr(self, name)}: {remedy}")

@@ -106,8 +106,8 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
         key = _key(name)
         if key in values and values[key] != value:
             problems.append(
-                f"{names[key]} = {values[key]!r:.80} and {name} = {value!r:.80}: one value in two "
-                "spellings, which differ; keep the right one"
+                f"{names[key]} = {values[key]!r:.80} and {name} = {value!r:.80}: two spellings "
+                "of one key, but different values; keep the right one"
             )
         values.setdefault(key, value)
         names.setdefault(key, name)
@@ -115,8 +115,8 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
         {_key(name) for name, _ in _flat({section: raw.get(section)})} for section in _SECTIONS[:2]
     ]
     problems += [
-        f"{names[key]} = {values[key]!r:.80}: is in one of rope_scaling and rope_parameters only; "
-        "keep the right one of them"
+        f"{names[key]} = {values[key]!r:.80}: is in only one of rope_scaling and rope_parameters; "
+        "keep the right one of these sections"
         for key in sorted(sections[0] ^ sections[1])
         if all(sections) and not (key == "rope_theta" and raw.get(key))
     ]
@@ -133,7 +133,7 @@ def find_unsupported(
     values = normalized.values
     if hidden := [name for name in ignored if _key(name) in used]:
         yield (
-            f"model.ignore_config_keys={hidden}: Tandem reads these, and ignores none of them; "
+            f"model.ignore_config_keys={hidden}: Tandem uses these keys and cannot ignore them; "
             "correct config.json instead"
         )
     expected = HARMLESS_AT | {
@@ -149,8 +149,8 @@ def find_unsupported(
     }
     if unknown:
         yield (
-            f"{', '.join(unknown.values())}: Tandem does not know what these change in the model; "
-            f"if it is nothing, set model.ignore_config_keys=[{', '.join(unknown)}]"
+            f"{', '.join(unknown.values())}: Tandem does not know these keys; "
+            f"if they do not change the model, set model.ignore_config_keys=[{', '.join(unknown)}]"
         )
 
 

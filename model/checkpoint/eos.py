@@ -37,7 +37,9 @@ def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[A
     are_numbers = type(vocab_size) is int and all(type(token_id) is int for token_id in ids)
     beyond = [token_id for token_id in ids if are_numbers and not 0 <= token_id < vocab_size]
     if beyond:
-        log.warning("%s: eos_token_id %s: beyond vocab_size = %s", origin, beyond, vocab_size)
+        log.warning(
+            "%s: eos_token_id %s ignored: not below vocab_size = %s", origin, beyond, vocab_size
+        )
     return [
         token_id
         for i, token_id in enumerate(ids)

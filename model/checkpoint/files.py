@@ -99,13 +99,13 @@ def read_headers(path: Path) -> dict[str, Header]:
     files = sorted({str(file) for file in weight_map.values()})
     missing = [file for file in files if not (path / file).is_file()]
     if missing:
-        raise ValueError(f"{index}: names files that are missing: {', '.join(missing[:5])}")
+        raise ValueError(f"{index}: lists missing files: {', '.join(missing[:5])}; download them")
     headers = {file: read_header(path / file) for file in files}
     found: dict[str, Header] = {file: {} for file in files}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise ValueError(
-                f"{path / file}: lacks {name}, which {INDEX} names; download both again"
+                f"{path / file}: lacks {name}, which {INDEX} lists; download both again"
             )
         found[file][name] = headers[file][name]
     return found
@@ -115,8 +115,10 @@ def _single(path: Path) -> Path:
     """Return the only weight file of the folder, which may have any name."""
     files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
     if len(files) != 1:
-        names = ", ".join(file.name for file in files[:5]) or "no .safetensors file at all"
-        raise ValueError(f"{path}: has neither {INDEX} nor one file: {names}; download it again")
+        names = ", ".join(file.name for file in files[:5]) or "no .safetensors file"
+        raise ValueError(
+            f"{path}: needs {INDEX} or one .safetensors file, has {names}; download it again"
+        )
     return files[0]
 
 

@@ -42,13 +42,13 @@ def header_of(file: BinaryIO) -> Header:
         end = 8 + length + max((hi for _, hi in places), default=0)
     except (ValueError, AttributeError, KeyError, TypeError) as error:
         remedy = (
-            "it is a pointer of Git LFS: run git lfs pull" if start == _LFS else "download it again"
+            "it is a Git LFS pointer: run git lfs pull" if start == _LFS else "download it again"
         )
         raise ValueError(
             f"{file.name}: is not a readable safetensors file ({error!r:.80}); {remedy}"
         ) from None
     if size != end:
         raise ValueError(
-            f"{file.name}: has {size:,} bytes, its header says {end:,}; download it again"
+            f"{file.name}: has {size:,} bytes, but its header requires {end:,}; download it again"
         )
     return header

@@ -72,7 +72,7 @@ def num_mtp_layers(files: CheckpointFiles, config: ModelConfig) -> int:
     if len(missing) not in (0, promised):
         raise ValueError(
             f"{files.path / 'config.json'}: num_nextn_predict_layers = {promised}, but "
-            f"{missing[0]} is missing; download the rest, or set it to {names.index(missing[0])}"
+            f"{missing[0]} is missing; download it, or set the number to {names.index(missing[0])}"
         )
     return promised - len(missing)
 
@@ -84,7 +84,7 @@ def load_network(checkpoint: Checkpoint, dispatch: Dispatch) -> DeepseekV3:
     """
     unused = [name for name in checkpoint.files.names() if name.endswith(_UNUSED)]
     if unused:
-        log.info("%d scales are not used, such as %s", len(unused), unused[0])
+        log.info("%d scale tensors are not used, such as %s", len(unused), unused[0])
     with torch.device("meta"):
         network = DeepseekV3(checkpoint.config, dispatch)
     network.rope.to(checkpoint.device)
@@ -198,12 +198,14 @@ def _fill(places: list[Tensor], files: CheckpointFiles, name: str, fp8: Fp8Block
     if places[0].shape != tensor.shape:
         raise ValueError(
             f"{files.path_of(name)}: {name} has shape {tuple(tensor.shape)}, "
-            f"config.json makes it {tuple(places[0].shape)}"
+            f"but config.json requires {tuple(places[0].shape)}"
         )
     if places[0].dtype != torch.float8_e4m3fn:
         tensor = _dequantised(files=files, name=name, tensor=tensor, fp8=fp8)
     elif tensor.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"{files.path_of(name)}: {name} is {tensor.dtype}, others are FP8")
+        raise ValueError(
+            f"{files.path_of(name)}: {name} is {tensor.dtype}, but other experts are FP8"
+        )
     for target in places:
         target.copy_(tensor)
 
@@ -222,8 +224,8 @@ def _dequantised(
     scale = name + _SCALE
     if scale not in files or fp8 is None:
         raise ValueError(
-            f"{files.path_of(name)}: {name} is {tensor.dtype} but has no {scale} "
-            "or config.json no quantization_config"
+            f"{files.path_of(name)}: {name} is {tensor.dtype}, but {scale} or "
+            "quantization_config in config.json is missing"
         )
     rows, columns = fp8.weight_block_size
     scale_inv = files.read(scale)

@@ -73,7 +73,7 @@ def create_drafter(
     ):
         raise ValueError(
             f"speculation.max_tree_nodes={spec_config.max_tree_nodes}: {drafter.name} drafts "
-            "chains of speculation.max_depth; leave it null"
+            "chains, not trees; set max_tree_nodes to null"
         )
     return drafter
 
@@ -89,12 +89,12 @@ def _create_merged(
     )
     if other in NOT_MERGEABLE or other not in CHAIN_DRAFTERS:
         raise ValueError(
-            f"speculation.drafter: {spec_config.drafter!r} cannot be merged; use {may}"
+            f"speculation.drafter: {spec_config.drafter!r} cannot be merged; use one of {may}"
         )
     if spec_config.max_tree_nodes is not None:
         raise ValueError(
             f"speculation.max_tree_nodes={spec_config.max_tree_nodes}: {spec_config.drafter} "
-            "drafts two chains of speculation.max_depth; leave it null"
+            "drafts two chains, not trees; set max_tree_nodes to null"
         )
     ngram, drafter = (
         create_drafter(spec_config.model_copy(update={"drafter": name}), checkpoint, network)
@@ -117,7 +117,7 @@ def _load(path: str) -> Loader:
     except Exception as error:
         known = ", ".join((AUTO, *CHAIN_DRAFTERS, NONE))
         raise ValueError(
-            f"speculation.drafter: {path!r} cannot be had ({error!r}); use {known}, or "
+            f"speculation.drafter: {path!r} cannot be loaded ({error!r}); use {known}, or "
             "package.module:Class with a class that has draft(token_ids, num_drafts)"
         ) from error
     return load

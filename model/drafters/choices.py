@@ -28,8 +28,8 @@ def read_choices(file: Path) -> tuple[Choice, ...]:
         first = error.errors()[0]
         where = "".join(f"[{index}]" for index in first["loc"])
         raise ValueError(
-            f"speculation.medusa_choices: {file}: {where or 'all'}: {first['msg']}; write paths of "
-            f"ranks of 0 to {MAX_RANK}, such as [[0], [1], [0, 0]]"
+            f"speculation.medusa_choices: {file}: {where or 'all'}: {first['msg']}; write a list "
+            f"of paths of ranks from 0 to {MAX_RANK}, such as [[0], [1], [0, 0]]"
         ) from None
     except (OSError, ValueError) as error:
         raise ValueError(f"speculation.medusa_choices: {file}: {error}") from None
@@ -42,7 +42,7 @@ def with_prefixes(choices: Sequence[Choice]) -> tuple[Choice, ...]:
     """
     known = set(choices)
     if hole := next((path for path in choices if path[:-1] and path[:-1] not in known), None):
-        raise ValueError(f"{[*hole]} has no {[*hole[:-1]]} before it; add that")
+        raise ValueError(f"path {[*hole]} needs its prefix {[*hole[:-1]]}; add that path")
     whole = (path[:end] for path in choices for end in range(1, len(path) + 1))
     return tuple(dict.fromkeys(whole))
 

@@ -87,8 +87,8 @@ class ModelDrafter(MtpDrafter):
             check_widths(self._network.config, kernels.dim_multiple)
         except ValueError as error:
             raise ValueError(
-                f"speculation.draft_model_path: not with {kernels.name} kernels, {error}; use "
-                "another draft model, or model.kernels=torch"
+                f"speculation.draft_model_path: does not fit the {kernels.name} kernels: {error}; "
+                "use another draft model, or model.kernels=torch"
             ) from None
         process_weights_after_loading(self._network, kernels)
 
@@ -149,15 +149,16 @@ def _check_tokens(path: Path, config: ModelConfig, checkpoint: Checkpoint) -> No
     text."""
     if config.vocab_size != checkpoint.config.vocab_size:
         raise ValueError(
-            f"speculation.draft_model_path={str(path)!r}: has {config.vocab_size} tokens, the "
-            f"model {checkpoint.config.vocab_size}; use a draft model of the same tokenizer"
+            f"speculation.draft_model_path={str(path)!r}: its vocabulary has {config.vocab_size} "
+            f"tokens, the main model's {checkpoint.config.vocab_size}; use a draft model with "
+            "the same tokenizer"
         )
     own, other = (_tokenizer(folder) for folder in (path, checkpoint.files.path))
     differ = [key for key in sorted({*own, *other}) if own.get(key) != other.get(key)]
     if differ:
         raise ValueError(
             f"speculation.draft_model_path={str(path)!r}: {TOKENIZER} differs from the model's in "
-            f"{', '.join(differ)}; use a draft model of the same tokenizer"
+            f"{', '.join(differ)}; use a draft model with the same tokenizer"
         )
 
 

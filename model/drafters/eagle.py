@@ -127,17 +127,18 @@ def logit_columns(
     vocab_size = raw_config.vocab_size
     if d2t_U is None or num != num_outputs:
         raise ValueError(
-            f"{file}: d2t has {num} entries for draft_vocab_size = {num_outputs}; download it again"
+            f"{file}: d2t has {num} entries, but draft_vocab_size = {num_outputs}; "
+            "download it again"
         )
     ids_U = torch.arange(num) + d2t_U
     wrong = ((ids_U < 0) | (ids_U >= vocab_size)).nonzero().flatten().tolist()
     if wrong:
         raise ValueError(
-            f"{file}: d2t[{wrong[0]}] makes token {int(ids_U[wrong[0]])}, which is none of this "
-            f"model's {vocab_size}; use a head that was trained for it"
+            f"{file}: d2t[{wrong[0]}] maps to token {int(ids_U[wrong[0]])}, but this model "
+            f"has {vocab_size} tokens; use a head that was trained for it"
         )
     if t2d_V is not None and not torch.equal(t2d_V.bool().nonzero().flatten(), ids_U):
-        raise ValueError(f"{file}: t2d and d2t name other tokens; download it again")
+        raise ValueError(f"{file}: t2d and d2t contradict each other; download it again")
     return torch.full((vocab_size,), num_outputs).index_copy(0, ids_U, torch.arange(num_outputs))
 
 

@@ -124,7 +124,7 @@ def read_config(
     main_config = read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(
-            f"{file}: no such file; speculation.draft_model_path names the folder of a head"
+            f"{file}: no such file; set speculation.draft_model_path to the folder of a head"
         )
     raw = read_json(file)
     for name in _NESTED_SECTIONS:
@@ -168,8 +168,8 @@ def read_config(
     taps = raw_config.eagle_aux_hidden_state_layer_ids or (2, num_layers // 2, num_layers - 3)
     if has_taps and (len(taps) < 2 or not all(0 <= tap < num_layers for tap in taps)):
         raise ValueError(
-            f"{file}: eagle_aux_hidden_state_layer_ids = {[*taps]}: name two or more of the "
-            f"{num_layers} layers of the model, from 0 on, by what enters them"
+            f"{file}: eagle_aux_hidden_state_layer_ids = {[*taps]}: list two or more "
+            f"layers, from 0 to {num_layers - 1}; the head reads their inputs"
         )
     return EagleConfig(raw_config, model, taps if has_taps else ())
 
@@ -179,13 +179,15 @@ def _check(file: Path, raw_config: RawEagleConfig, main_config: dict[str, Any]) 
     for name in ("hidden_size", "vocab_size", "target_hidden_size"):
         if getattr(raw_config, name) not in (None, expected[name]):
             raise ValueError(
-                f"{file}: {name} = {getattr(raw_config, name)}, the model's is {expected[name]}; "
-                "use a head that was trained for it"
+                f"{file}: {name} = {getattr(raw_config, name)}, but the model has "
+                f"{expected[name]}; use a head that was trained for it"
             )
     num = raw_config.num_attention_heads
     num_kv = raw_config.num_key_value_heads
     if num_kv and num % num_kv:
-        raise ValueError(f"{file}: num_key_value_heads = {num_kv}: has to divide {num} heads")
+        raise ValueError(
+            f"{file}: num_key_value_heads = {num_kv}: must divide num_attention_heads = {num}"
+        )
 
 
 def _known_keys() -> set[str]:

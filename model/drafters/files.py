@@ -19,7 +19,8 @@ def find_file(folder: Path, names: Sequence[str]) -> Path:
     file = next((folder / name for name in names if (folder / name).is_file()), None)
     if file is None:
         raise ValueError(
-            f"speculation.draft_model_path={str(folder)!r}: has none of {', '.join(names)}"
+            f"speculation.draft_model_path={str(folder)!r}: contains none of the files "
+            f"{', '.join(names)}"
         )
     return file
 
@@ -31,7 +32,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix != ".safetensors":
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
             if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-                raise TypeError("not tensors alone")
+                raise TypeError("not only tensors")
             return tensors
         return load_file(file)
     except Exception as error:
@@ -47,8 +48,8 @@ def pop_tensor(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -
     tensor = tensors.pop(name)
     if tensor.shape != shape:
         raise ValueError(
-            f"{file}: {name} has shape {(*tensor.shape,)}, this model's is {shape}; use heads that "
-            "were trained for it"
+            f"{file}: {name} has shape {(*tensor.shape,)}, this model needs {shape}; use heads "
+            "that were trained for it"
         )
     return tensor
 

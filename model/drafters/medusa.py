@@ -71,7 +71,8 @@ class MedusaDrafter(Drafter):
             )
         if spec_config.medusa_choices is not None and spec_config.max_tree_nodes is None:
             raise ValueError(
-                "speculation.medusa_choices: are of trees; say speculation.max_tree_nodes too"
+                "speculation.medusa_choices: only used for trees; also set "
+                "speculation.max_tree_nodes"
             )
         heads = read_heads(spec_config.draft_model_path, checkpoint, network.lm_head)
         choices: Sequence[Choice] = [(0,) * depth for depth in range(1, len(heads) + 1)]
@@ -81,7 +82,8 @@ class MedusaDrafter(Drafter):
             )[: spec_config.max_tree_nodes]
         if deep := next((path for path in choices if len(path) > len(heads)), None):
             raise ValueError(
-                f"speculation.medusa_choices: {[*deep]} where there are {len(heads)} heads"
+                f"speculation.medusa_choices: path {[*deep]} needs {len(deep)} heads, but there "
+                f"are {len(heads)}; shorten it"
             )
         used = heads if checkpoint.may_draft else []
         return cls(used, choices, checkpoint.config.hidden_size, checkpoint.device)

@@ -77,8 +77,8 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
         own_head = take(of_its_own.pop(), vocab, size) if of_its_own else None
         heads.append(MedusaHead(blocks, own_head, shared))
     if tensors or not heads:
-        some = ", ".join(sorted(tensors)[:3]) or "nothing"
-        raise ValueError(f"{file}: these are no Medusa heads: it has {some}")
+        some = ", ".join(sorted(tensors)[:3]) or "none"
+        raise ValueError(f"{file}: does not hold Medusa heads; unknown tensors: {some}")
     return heads
 
 

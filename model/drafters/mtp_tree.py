@@ -54,9 +54,9 @@ class MtpTreeDrafter(MtpDrafter):
         most = top_k + num_later * top_k**2
         if spec_config.max_tree_nodes > most:
             raise ValueError(
-                f"speculation.max_tree_nodes={spec_config.max_tree_nodes}: {top_k} tokens after "
-                f"each of {top_k} nodes, {spec_config.max_depth} deep, are no more than {most}; "
-                "raise speculation.top_k or speculation.max_depth"
+                f"speculation.max_tree_nodes={spec_config.max_tree_nodes}: trees have at most "
+                f"{most} nodes with speculation.top_k={top_k} and speculation.max_depth="
+                f"{spec_config.max_depth}; lower max_tree_nodes or raise one of these"
             )
         if top_k * num_later > MAX_NODES:
             raise ValueError(

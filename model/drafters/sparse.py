@@ -56,8 +56,8 @@ class SparseDrafter(Drafter):
     def check(self, page_size: int, max_model_len: int) -> None:
         if (most := -(-max_model_len // page_size)) < self._budget:
             raise ValueError(
-                f"speculation.draft_budget_pages={self._budget}: {max_model_len} tokens "
-                f"(model.max_model_len) have {most} pages of kv.page_size={page_size}; use at most "
+                f"speculation.draft_budget_pages={self._budget}: model.max_model_len="
+                f"{max_model_len} needs only {most} pages of kv.page_size={page_size}; use at most "
                 f"{most}"
             )
 

@@ -76,8 +76,8 @@ class UserDrafter(TextDrafter):
             user_drafter = user_class()
         except Exception as error:
             raise ValueError(
-                f"speculation.drafter={spec_config.drafter!r} cannot be made without arguments: "
-                f"{error!r}"
+                f"speculation.drafter={spec_config.drafter!r}: the class cannot be created without "
+                f"arguments: {error!r}"
             ) from error
         return cls(
             user_drafter,
@@ -98,7 +98,7 @@ class UserDrafter(TextDrafter):
     def status_note(self) -> str:
         if not self.num_failures:
             return ""
-        is_off = ", it is off" if self._num_failures_in_row >= MAX_FAILURES_IN_ROW else ""
+        is_off = " and is switched off" if self._num_failures_in_row >= MAX_FAILURES_IN_ROW else ""
         return f"{self.name} failed {self.num_failures} times{is_off}: {self._last_error}"
 
     def register_row(self, table: Tensor, row: int, token_ids: Sequence[int]) -> None:
@@ -155,7 +155,9 @@ class UserDrafter(TextDrafter):
             self._thread.join(self._timeout_s)
             is_late = self._thread.is_alive()
         if is_late:
-            self._record_failure(TimeoutError(f"it has not come back within {self._timeout_s} s"))
+            self._record_failure(
+                TimeoutError(f"draft() has not returned within {self._timeout_s} s")
+            )
             return {}
         if errors:
             self._record_failure(errors[0], len(errors))
@@ -192,21 +194,23 @@ def check_drafts(drafts: Any, draft_shape: DraftShape, vocab_size: int) -> Token
     """Return the drafts as (tokens, parents). Raises ValueError if they are not valid for
     ``draft_shape``."""
     if not isinstance(drafts, list | tuple):
-        raise ValueError(f"drafts: {type(drafts)}; use a list of token ids, or (ids, parents)")
+        raise ValueError(f"drafts: got {type(drafts)}; use a list of token ids, or (ids, parents)")
     tokens, parents = drafts if isinstance(drafts, tuple) else (drafts, range(len(drafts)))
     tokens = list(tokens)
     parents = list(parents)
     if not all(type(number) is int for number in (*tokens, *parents)):
-        raise ValueError("drafts: they have to be ints")
+        raise ValueError("drafts: token ids and parents must be ints")
     if len(tokens) > draft_shape.num_nodes or len(parents) != len(tokens):
         raise ValueError(
             f"drafts: {len(tokens)} tokens, {len(parents)} parents; use at most "
-            f"{draft_shape.num_nodes}"
+            f"{draft_shape.num_nodes} tokens, each with one parent"
         )
     if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise ValueError(f"drafts: {wrong[0]} is no token id; use 0 to {vocab_size - 1}")
+        raise ValueError(f"drafts: {wrong[0]} is not a token id; use 0 to {vocab_size - 1}")
     if wrong := [parent for i, parent in enumerate(parents) if not 0 <= parent <= i]:
-        raise ValueError(f"parents: {wrong[0]} is no earlier node")
+        raise ValueError(f"parents: {wrong[0]} is not the number of an earlier node")
     if draft_shape.is_chain and parents != list(range(len(parents))):
-        raise ValueError("parents: a tree where chains are drafted; set speculation.max_tree_nodes")
+        raise ValueError(
+            "parents: form a tree, but chains are drafted; set speculation.max_tree_nodes"
+        )
     return tokens, parents

@@ -38,22 +38,22 @@ def create_kernels(
     chosen = next(iter(makers)) if name == AUTO else name
     if chosen not in makers:
         known = " or ".join([AUTO, *makers])
-        raise ValueError(f"model.kernels: {name!r} are not for {device.type}; use {known}")
+        raise ValueError(f"model.kernels={name!r}: not available on {device.type}; use {known}")
     if on_gpu and not (os.environ.get("CC") or which("gcc") or which("clang")):
         raise ValueError(
-            f"model.kernels={name!r}: Triton compiles a launcher for the driver, and there is no C "
-            "compiler: install gcc and the headers of the C library, or use torch"
+            f"model.kernels={name!r}: Triton needs a C compiler for its launchers, and there is "
+            "none; install gcc and the headers of the C library, or use torch"
         )
     try:
         return makers[chosen](config, device, quantises)
     except (OSError, ValueError, ImportError) as error:
         if name != AUTO:
             raise ValueError(
-                f"model.kernels: {name!r} cannot be had: {error}; use auto or torch"
+                f"model.kernels={name!r}: cannot be used: {error}; use auto or torch"
             ) from error
         plain = Kernels()
-        plain.fallback_reason = f"without {chosen} kernels: {error}"
-        log.warning("steps are slower than they could be, %s", plain.fallback_reason)
+        plain.fallback_reason = f"{chosen} kernels cannot be used: {error}"
+        log.warning("steps are slower than they could be: %s", plain.fallback_reason)
         return plain
 
 
@@ -61,7 +61,7 @@ def check_widths(config: ModelConfig, dim_multiple: int) -> None:
     """Raise ValueError if a width of the model is not a multiple of ``dim_multiple``."""
     widths = config.kv_lora_rank, config.v_head_dim, config.latent_dim
     if any(width % dim_multiple for width in widths):
-        raise ValueError(f"they need heads and latents of a multiple of {dim_multiple} values")
+        raise ValueError(f"head and latent widths must be multiples of {dim_multiple}")
 
 
 def _native(config: ModelConfig, device: torch.device, quantises: bool) -> Kernels:
@@ -92,7 +92,7 @@ def _gpu_arguments(
     card = torch.cuda.get_device_properties(device)
     if card.major != HOPPER:
         raise ValueError(
-            f"they are made for Hopper (H100, H200), and {card.name} has compute capability "
+            f"these kernels need a Hopper GPU (H100, H200), but {card.name} has compute capability "
             f"{card.major}.{card.minor}"
         )
     return card.multi_processor_count, quantises, power_of_2_scales

@@ -113,7 +113,7 @@ def _compile(compiler: str, library: Path, lock: IO[bytes]) -> None:
     paths = [f"-I{path}" for path in include_paths()] + [f"-L{path}" for path in library_paths()]
     arguments = [*map(str, SOURCES), *paths, *LIBRARIES]
     command = ["nice", compiler, *FLAGS, abi, *arguments, "-o", str(built)]
-    log.warning("compiling kernels, once for this machine: half a minute or so")
+    log.warning("compiling kernels: takes about half a minute, once per machine")
     inputs: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen(command, text=True, **inputs) as process:
         output = None

@@ -72,7 +72,7 @@ class Captured:
         except Exception as error:
             self.forget()
             sum(tensor.sum().item() for tensor in inputs)  # raises if the device has failed
-            raise CaptureError(f"it cannot be captured: {error}") from error
+            raise CaptureError(f"a CUDA graph cannot be captured: {error}") from error
         return graph
 
 
@@ -99,5 +99,6 @@ def _check_free_memory() -> None:
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < MIN_FREE_SHARE * num_bytes:
             raise CaptureError(
-                f"less than {MIN_FREE_SHARE:.0%} of {num_bytes / 1e9:.1f} GB is free"
+                f"less than {MIN_FREE_SHARE:.0%} of the {num_bytes / 1e9:.1f} GB on the GPU are "
+                "free"
             )

@@ -94,7 +94,9 @@ class Collectives:
         """Start a collective and wait for it. On a GPU the stream waits for it, not the host."""
         self.position = LockstepPosition(self.position.step, self.position.number + 1, operation)
         if self._group is None:
-            raise EpochEnded(f"rank {self.rank}, {self.position}: the group is closed")
+            raise EpochEnded(
+                f"rank {self.rank}, {self.position}: the process group of the gang is closed"
+            )
         try:
             start(self._group).wait()
         except RuntimeError as error:
@@ -122,5 +124,7 @@ def connect(
         collectives = Collectives(group, rank, num_ranks)
         collectives.all_to_all(torch.zeros(num_ranks, device=device))
     except (RuntimeError, OSError) as error:
-        raise EpochEnded(f"rank {rank}: the gang does not come together: {error}") from None
+        raise EpochEnded(
+            f"rank {rank}: the process group of the gang cannot be created: {error}"
+        ) from None
     return collectives

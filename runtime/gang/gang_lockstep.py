@@ -122,7 +122,7 @@ class GangLockstep(Lockstep):
                 lambda: step in self._plans or self._end_reason, timeout_s
             )
             if step not in self._plans:
-                late = f"no plan within {timeout_s:g} s"
+                late = f"no plan came from the planner within {timeout_s:g} s"
                 raise EpochEnded(
                     f"{self._name}, step {step}: {self._end_reason if has_plan_or_end else late}"
                 )
@@ -138,7 +138,9 @@ class GangLockstep(Lockstep):
         except EpochEnded:
             raise
         except Exception as error:
-            raise ProgramFailed(f"{self._name}: its part of a step failed: {error!r}") from error
+            raise ProgramFailed(
+                f"{self._name}: this rank's part of a step failed: {error!r}"
+            ) from error
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
@@ -175,7 +177,9 @@ class GangLockstep(Lockstep):
         try:
             send(self._connection, message)
         except OSError as error:
-            raise EpochEnded(f"{self._name}: the planner has gone: {error}") from None
+            raise EpochEnded(
+                f"{self._name}: the connection to the planner ended: {error}"
+            ) from None
 
     def _read(self) -> None:
         """Read the planner's messages until the epoch is over; end it if the device is too late."""
@@ -189,7 +193,7 @@ class GangLockstep(Lockstep):
                             self._on_message(unpack(PlanMessage, frame))
             self._end_epoch(f"{self.collectives.position} has not ended in time")
         except (OSError, ValueError) as error:
-            self._end_epoch(f"the planner has gone: {error}")
+            self._end_epoch(f"the connection to the planner ended: {error}")
         finally:
             self._connection.close()
 

@@ -81,9 +81,9 @@ class PlannerServer:
                 self._run_round(rounds, proposal)
         except OSError as error:
             if not self._is_closed:
-                log.info("the epoch is over: %r", error)
+                log.info("the planner ends with the epoch: %r", error)
         except Exception:
-            log.exception("the planner failed, and the epoch with it")
+            log.exception("the planner failed, which ends the epoch")
         finally:
             self.close()
             self._reject_all()
@@ -131,7 +131,9 @@ class PlannerServer:
             )
             rank = None if hello is None else missing.pop(hello)
         except (OSError, ValueError, KeyError) as error:
-            log.warning("a connection to the planner is of none of its ranks: %r", error)
+            log.warning(
+                "refused a connection to the planner that is not from a rank of the gang: %r", error
+            )
             self._reject(connection)
             return
         if rank is not None:

@@ -264,7 +264,10 @@ def test_more_drafts_than_the_server_makes_are_refused_first(address: str) -> No
     for args in (("--compare-drafts", "0,4"), ("--max-drafts", "4")):
         done = tandem("bench", "--address", address, *SMALL, *args)
         assert (done.returncode, done.stdout) == (1, "")
-        assert "INVALID_ARGUMENT: 4 drafts: this server makes at most 3" in done.stderr
+        assert (
+            "INVALID_ARGUMENT: 4 drafts per step are too many: this server makes at most 3"
+            in done.stderr
+        )
 
 
 def test_when_every_request_fails_the_code_is_told(address: str) -> None:
@@ -277,11 +280,11 @@ def test_when_every_request_fails_the_code_is_told(address: str) -> None:
     ("args", "message"),
     [
         (["--address", "127.0.0.1:1"], "error: UNAVAILABLE: "),
-        (["--address", "10.0.0.7:50051"], "is not this machine; add --allow-remote"),
-        (["--rate", "1", "--concurrency", "1"], "give it or --concurrency, not both"),
+        (["--address", "10.0.0.7:50051"], "is another machine; add --allow-remote"),
+        (["--rate", "1", "--concurrency", "1"], "cannot be combined with --concurrency"),
         (["--launch", "--set", "kv.page=1"], "did you mean 'kv.page_size'?"),
         (["--set", "a=b"], "add --launch"),
-        (["--workload", "trace"], "--trace=None: goes with --workload trace"),
+        (["--workload", "trace"], "--trace=None: use it together with --workload trace"),
     ],
 )
 def test_a_mistake_is_told_on_stderr(args: list[str], message: str) -> None:

@@ -110,8 +110,8 @@ def test_the_exit_code_of_status_says_whether_it_serves(max_rows: int, code: int
     ("args", "message"),
     [
         (["generate", "a", "--temperature", "-1"], "INVALID_ARGUMENT: sampling.temperature=-1.0"),
-        (["generate", "a", "--token-ids", "1"], "INVALID_ARGUMENT: --token-ids='1': give it or"),
-        (["generate", "--token-ids", "x"], "INVALID_ARGUMENT: --token-ids='x': write it as"),
+        (["generate", "a", "--token-ids", "1"], "INVALID_ARGUMENT: --token-ids='1': cannot be"),
+        (["generate", "--token-ids", "x"], "INVALID_ARGUMENT: --token-ids='x': not a list"),
         (["generate", ""], "INVALID_ARGUMENT: text='': the prompt is empty"),
         (["generate", "a", "--acceptance", "relaxed"], "acceptance='ACCEPTANCE_RELAXED': echo has"),
         (

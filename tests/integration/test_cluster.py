@@ -180,9 +180,9 @@ def test_a_differing_config_is_refused_by_name(head: RayHead, servers: list[Serv
     ran = tandem("serve", *args, *sets, env=head.env)
     assert ran.returncode == 1
     assert "error: INVALID_ARGUMENT: config: " in ran.stderr
-    assert "decode.max_num_seqs is 16 there, 3 here" in ran.stderr
-    assert "kv.page_size is 16 there, 32 here" in ran.stderr
-    assert "lease_s is 2.0 there, 30.0 here" in ran.stderr
+    assert "decode.max_num_seqs is 3, but 16 in the cluster" in ran.stderr
+    assert "kv.page_size is 32, but 16 in the cluster" in ran.stderr
+    assert "lease_s is 30.0, but 2.0 in the cluster" in ran.stderr
     assert "num_pages" not in ran.stderr and "server." not in ran.stderr
     check_answer(servers[0])
 

@@ -134,4 +134,4 @@ async def test_a_hostile_class_under_64_requests(hostile: str) -> None:
             theirs = getattr(decode.engine._loaded.drafter, "_user_drafter", None)
             if isinstance(theirs, Hangs):
                 theirs.let_go.set()
-    assert told[0] == told[1] and f"{hostile} failed" in trouble and "it is off" in trouble
+    assert told[0] == told[1] and f"{hostile} failed" in trouble and "is switched off" in trouble

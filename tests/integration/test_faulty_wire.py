@@ -109,7 +109,7 @@ async def test_set_up_that_hangs_is_abandoned_and_leaves_nothing_registered(
                 await world.sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
         await settle(world, prefill)
         assert prefill.source.counts()["channels"] == world.sink.counts()["channels"] == 0
-        assert "its thread is abandoned" in caplog.text
+        assert "the thread that sets it up is abandoned" in caplog.text
         fault.over()
 
 
@@ -134,7 +134,7 @@ async def test_a_channel_that_never_ends_keeps_its_staging_and_says_so(
         await prefill.source.idle()
         held = world.sink if end == "d" else prefill.source
         assert 1 <= held.counts()["staging"] <= MAX_CHUNKS_PER_LINK
-        await until(lambda: "its staging stays in quarantine" in caplog.text)
+        await until(lambda: "its buffers stay in quarantine" in caplog.text)
         fault.over()
         await settle(world, prefill)
 
@@ -156,7 +156,7 @@ async def test_a_rank_most_of_whose_staging_stays_in_quarantine_ends(end: str) -
                 await world.pull(failing)
             await until(lambda: num_before < num_lost() == num_lost(0.2))  # noqa: B023
         await until(lambda: engine.failure is not None)
-        assert f"{num_lost()} staging buffers do not leave" in str(engine.failure)
+        assert f"{num_lost()} staging buffers are stuck" in str(engine.failure)
         fault.over()
         await until(lambda: not side.staging.num_quarantined())
 

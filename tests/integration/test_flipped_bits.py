@@ -82,7 +82,7 @@ async def test_a_flipped_bit_ends_the_pull(where: Callable[[Prefill, World], Non
     async with world_over(prefill.handle, channel_factory) as world:
         where(prefill, world)
         await world.prefill(asked := offer(NUM_TOKENS))
-        with pytest.raises(HandoverError, match="other bits than prefill has"):
+        with pytest.raises(HandoverError, match="differs from the prefill rank's"):
             await world.pull(asked)
         await world.check_clean()
     await prefill.source.stop()

@@ -43,7 +43,7 @@ async def test_half_messages_are_ended_with_a_status(monkeypatch: pytest.MonkeyP
         for stream in streams:
             trailers = attacker.ended[stream]
             assert trailers["grpc-status"] == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
-            assert "did%20not%20arrive%20whole" in trailers["grpc-message"].replace(" ", "%20")
+            assert "did%20not%20arrive%20completely" in trailers["grpc-message"].replace(" ", "%20")
 
 
 async def test_many_half_messages_hold_little_memory_and_up_nobody(

@@ -157,7 +157,7 @@ async def test_a_page_that_changes_hands_once_it_was_sent_is_seen_by_the_seal(
     await world.tell("steal_page", **named(asked), number=number)
     await world.tell("seal", **named(asked))
     with pytest.raises(
-        StalePages, match=r"pages from \d on were sent at generations .* and sealed"
+        StalePages, match=r"pages from \d on changed: sent at generations .*, sealed"
     ):
         await pulling
     await world.check_clean(channels=1)
@@ -177,10 +177,14 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"epoch": 1}, RankLost, "the call is for epoch 1, this is 2"),
-        ({"protocol": 10}, LayoutMismatch, "protocol: 9 here, 10 there"),
-        ({"caches": ("dtype: f00",)}, LayoutMismatch, "decode wants .*; prefill has dtype: f00"),
-        ({"num_tokens": 21}, HandoverError, "sealed at 20 tokens, 21 were offered"),
+        ({"epoch": 1}, RankLost, "the call is for epoch 1, but this rank is in epoch 2"),
+        ({"protocol": 10}, LayoutMismatch, "protocol 9 on the decode rank, 10"),
+        (
+            {"caches": ("dtype: f00",)},
+            LayoutMismatch,
+            "decode rank needs .*; the prefill rank has dtype: f00",
+        ),
+        ({"num_tokens": 21}, HandoverError, "sealed after 20 tokens, but 21 were offered"),
         ({"num_tokens": 19}, HandoverError, "20 tokens reported.*19 were offered"),
     ],
 )
@@ -203,7 +207,7 @@ async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> 
     pulling = asyncio.create_task(world.pull(late))
     await until(lambda: waits(world))
     await world.check_bytes(asked, (await world.pull(asked))[1])
-    with pytest.raises(HandoverError, match="nothing new for 4.0 s, .* opened: False"):
+    with pytest.raises(HandoverError, match="no new tokens for 4.0 s, .* opened: False"):
         await pulling
 
 
@@ -217,7 +221,7 @@ async def test_another_layout_is_refused_by_field(world: World) -> None:
     )
     with pytest.raises(LayoutMismatch) as caught:
         await sink._link("p0", "p0", EPOCH, world.control()).ensure_channel()
-    told = "decode wants dtype: bfloat16; prefill has dtype: float32"
+    told = "the decode rank needs dtype: bfloat16; the prefill rank has dtype: float32"
     assert told in str(caught.value) and "main" not in str(caught.value)
     await sink.close()
     assert not any(sink.counts().values())
@@ -265,7 +269,7 @@ async def test_a_failed_prefill_is_told_by_name(world: World) -> None:
 
 
 async def test_a_pull_without_a_prefill_gives_up(world: World) -> None:
-    with pytest.raises(HandoverError, match="nothing new for 4.0 s, .* opened: False"):
+    with pytest.raises(HandoverError, match="no new tokens for 4.0 s, .* opened: False"):
         await world.pull(offer(8))
 
 

@@ -161,7 +161,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_but_can_resume() -> 
         assert (await stub.GetStatus(pb.GetStatusRequest())).num_running == 0
         error = await refusal_of(call)
     assert error.code() == grpc.StatusCode.UNAVAILABLE
-    assert "left unread for 0.5 s (server.write_timeout_s)" in error.details()
+    assert "left the answer unread for 0.5 s (server.write_timeout_s)" in error.details()
 
 
 async def test_a_drain_ends_a_stream_that_nobody_reads() -> None:
@@ -210,7 +210,10 @@ async def test_bytes_that_are_no_message_are_refused_with_a_line_each(
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await send(channel, method, data)
                 assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-                assert f"{len(data)} bytes are no message of {method}" in caught.value.details()
+                assert (
+                    f"{len(data)} bytes are not a valid message of {method}"
+                    in caught.value.details()
+                )
         assert len(caplog.records) == 3
         for record in caplog.records:
             assert method in record.getMessage() and record.exc_info is None

@@ -185,7 +185,9 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
         programs.uncapturable = {}  # not those of the weights, which other clusters share
         for num in (1, 2, 57):
             programs._host_drafts.num_draftless_steps = num
-            programs.uncapturable[StepKey(0, 0, num)] = f"a program could not be made: {num}"
+            programs.uncapturable[StepKey(0, 0, num)] = (
+                f"a program could not be recorded or captured: {num}"
+            )
             await server_refreshed(cluster, num)
             found = await samples(server)
             assert {key for key in found if key[0] == "tandem_rank_info"} == before
@@ -193,7 +195,7 @@ async def test_what_goes_wrong_in_steps_is_counted_and_is_no_label() -> None:
             assert found["tandem_rank_draftless_steps_total", counted] == num
         assert found["tandem_rank_refused_programs_total", counted] == 3
         [rank] = [rank for rank in (await client.status()).ranks if rank.kind == "decode"]
-        assert "57 steps without drafts" in rank.kernels and "could not be made: 57" in rank.kernels
+        assert "57 steps without drafts" in rank.kernels and "or captured: 57" in rank.kernels
     labels = {dict(labels)["rank"]: dict(labels)["kernels"] for _, labels in before}
     assert labels["prefill-0"] in ("native", "torch")
     assert labels["decode-0"] in ("native, recorded", "plain, eager")

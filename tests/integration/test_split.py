@@ -205,7 +205,7 @@ async def test_an_abort_that_overtakes_its_calls_wins(small_model: Path) -> None
                 with pytest.raises(HandoverError, match="aborted while it waited"):
                     await asking
             for message in (("grant", grant, Empty), ("start", start, TransferStats)):
-                with pytest.raises(HandoverError, match="aborted before it came"):
+                with pytest.raises(HandoverError, match="aborted before this call arrived"):
                     await call(*message)
             assert not decode._arrivals and not decode._pending_grants
         now = asyncio.get_running_loop().time
@@ -245,7 +245,7 @@ async def test_a_rank_that_joins_serves_and_one_that_leaves_is_let_go(small_mode
         cluster.members.tell(*cluster.members.membership.gangs, down)
         status = await cluster.gateway.status(0)
         nodes = {node.name: (node.alive, node.cause) for node in status.ranks}
-        assert nodes.pop("decode-9") == (False, "down; it ended: it is gone")
+        assert nodes.pop("decode-9") == (False, "down; last epoch ended: it is gone")
         assert nodes == {"prefill-0": (True, ""), "decode-1": (True, "")}
         assert status.state == DEGRADED and cluster.gateway.is_healthy()
         await cluster.check_empty()
@@ -356,7 +356,7 @@ async def test_drafters_that_do_not_fit_are_refused_with_both_names(small_model:
         await until(
             lambda: [one.epoch_name for one in fleet.of_kind(DECODE)] == [other.spec.epoch_name]
         )
-        told = r"prefill.*\(drafter none\), decode.*\(drafter mtp\): decode wants mtp: .*features"
+        told = r"prefill.*\(drafter none\), decode.*\(drafter mtp\): .* needs mtp: .*features"
         with pytest.raises(ValueError, match=told):
             await fleet.wait_until_warm()
         with pytest.raises(
@@ -394,7 +394,7 @@ async def test_a_request_id_may_run_once(small_model: Path) -> None:
 
         async def write(piece: Piece) -> None:
             if not pieces:
-                with pytest.raises(ValueError, match="a request of this name is running"):
+                with pytest.raises(ValueError, match="a request with this id is running"):
                     await admission.answer(asked, write)
             pieces.append(piece)
 

@@ -62,7 +62,7 @@ def test_a_rank_that_stops_as_it_starts_is_begun_anew(
         env["XDG_CACHE_HOME"] = str(tmp_path)
     with serving(*BOUNDED, *sets, env=env) as server:
         assert not (tmp_path / f"{phase}.stop").exists(), "nobody came there"
-        [told] = [line for line in server.log if "lost; it ended: " in line]
+        [told] = [line for line in server.log if "lost; last epoch ended: " in line]
         assert "but it does not answer: no progress for 20 s (control.startup_timeout_s)" in told
         kinds = ("PrefillActor", "DecodeActor") if sets == GANG else ("ColocatedActor",)
         num = sum(len(actors(server.process.pid, kind)) for kind in kinds)

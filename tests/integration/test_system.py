@@ -178,7 +178,7 @@ def test_a_port_in_use_is_told_before_anything_is_started(server: Serving) -> No
         (["model.path=/nonexistent"], "/nonexistent"),
         (["decode.max_num_seq=3"], "max_num_seqs"),
         (["speculation.max_depth=99"], "max_depth"),
-        pytest.param(["decode.dp_size=3"], "dp_size=3 has to divide", marks=pytest.mark.slow),
+        pytest.param(["decode.dp_size=3"], "dp_size=3: must divide", marks=pytest.mark.slow),
     ],
 )
 def test_mistakes_in_the_configuration_are_explained(sets: list[str], expected: str) -> None:

@@ -124,7 +124,7 @@ async def test_a_full_queue_refuses_before_it_tokenises(
             gateway.check_queue(1)
             at.ask(name, prompts(1, 10)[0], 4)
             await until(lambda name=name: at.is_answered(name), at.answer)
-        with pytest.raises(Overloaded, match="1 requests are queued already"):
+        with pytest.raises(Overloaded, match="1 requests are already queued"):
             gateway.check_queue(1)
         monkeypatch.delattr(type(gateway.tokenizer), "encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -244,5 +244,5 @@ async def test_what_is_left_unread_is_bounded_in_bytes(
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             [piece async for piece in call]
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert "left unread" in str(caught.value.details())
+        assert "of the answer unread" in str(caught.value.details())
         await until(lambda: num_rows(cluster) == 0)

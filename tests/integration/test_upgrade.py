@@ -128,10 +128,12 @@ def test_ranks_that_say_other_messages_do_not_meet(tmp_path: Path) -> None:
         begin_gateway(there["door-old"], it)
         text = generated(there["client"])
         odd = start_gateway(there["door-odd"], it)
-        wait_until(lambda: "protocol: 9 here, 10 there" in there["door-odd"].log(), "not said")
+        wait_until(
+            lambda: "protocol 9 on the decode rank, 10" in there["door-odd"].log(), "not said"
+        )
         there["decode-going"].terminate()
         begin_ray(there["decode-odd"], it, it.groups["decode"])
-        refusal = "decode wants protocol: 10; prefill has protocol: 9"
+        refusal = "the decode rank needs protocol: 10; the prefill rank has protocol: 9"
         wait_until(lambda: refusal in there["door-old"].log(), "not refused")
         assert generated(there["client"]) == text
         assert told(there["client"], "tandem_serving") == 1

@@ -226,7 +226,7 @@ def test_a_killed_rank_whose_link_has_moved_waits_and_status_says_why(
             nonlocal told
             told = " ".join(tandem("status", "--address", server.address).stdout.split())
             assert generated(server.address) == wanted
-            return "not loading: model.path holds weights " in told
+            return "not loading: model.path: has weights " in told
 
         wait_until(is_told)
         assert "DEGRADED" in told and all(digest in told for digest in digests)
@@ -283,7 +283,7 @@ def test_weights_swapped_under_load_with_kills_mix_no_answer(
             move(link, folders[1])
             for pid in [pid for kind in kinds for pid in actors(server.process.pid, kind)]:
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: is_refused("it has model", 0))
+            wait_until(lambda: is_refused("the gang serves model", 0))
         finally:
             over.set()
         for one in loads:

@@ -25,7 +25,7 @@ from tandem.runtime.stall_detector import StallDetector
 from tests.sim.loop import here
 from tests.sim.net import Net
 
-GONE = "the planner has gone"
+GONE = "the connection to the planner ended"
 
 
 @dataclass(eq=False)
@@ -150,7 +150,9 @@ class SimMember(GangLockstep):
             self._changed.wait_for(lambda: self._has_met or self._end_reason, CONNECT_S)
         if self._end_reason or not self._has_met:
             self._leave()
-            raise EpochEnded(f"{self._name}: the gang does not come together: {self._end_reason}")
+            raise EpochEnded(
+                f"{self._name}: the process group of the gang cannot be created: {self._end_reason}"
+            )
 
     def hear(self, what: Callable[..., None], *given: Any) -> None:
         """Run a function in this member's process, when its message arrives."""

@@ -98,7 +98,7 @@ class Wires:
         self.pipes.remove(pipe)
         for half in pipe.halves:
             for *_, posted in half.posted if half.process is not by else ():
-                half.process.call(posted.end, "the other end has closed", after_s=0.001)
+                half.process.call(posted.end, "the peer closed the connection", after_s=0.001)
 
 
 @dataclass(eq=False)
@@ -138,7 +138,7 @@ class Wire:
 
     def post(self, direction: str, tensor: Tensor, transfer_id: int) -> Posted:
         if self.pipe.is_closed:
-            raise RuntimeError("the other end has closed")
+            raise RuntimeError("the peer closed the connection")
         self.half.posted.append((transfer_id, direction, tensor, posted := Posted()))
         if len(self.pipe.halves) == 2 and all(half.posted for half in self.pipe.halves):
             self._copy()

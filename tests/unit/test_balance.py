@@ -190,7 +190,10 @@ def test_ties_go_to_the_lowest_number() -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((6, 2, 1, 4), "dp_size=4 .* = 4 [+] 2; set num_redundant_experts=4 or another dp_size"),
+        (
+            (6, 2, 1, 4),
+            "dp_size=4: must divide .* = 4 [+] 2; set num_redundant_experts=4 or use another",
+        ),
         ((3, 2, 1, 1), "num_redundant_experts=-1: set it to 0 or more"),
         ((6, 2, 2, 3), "dp_size=3 on 2 machines.* set dp_size to a multiple of 2"),
     ],

@@ -253,9 +253,9 @@ def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
 
 
 def test_what_cannot_be_served_is_refused_before_it_is_sent() -> None:
-    assert random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 50)), 0)
-    with pytest.raises(ValueError, match="up to 201 tokens: tiny takes 200; lower --prompt"):
-        random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 51)), 0)
+    assert random_jobs(MODEL, 1, RequestLengths((1, 150), (1, 50)), 0)
+    with pytest.raises(ValueError, match="up to 201 tokens, tiny at most 200; lower --prompt"):
+        random_jobs(MODEL, 1, RequestLengths((1, 150), (1, 51)), 0)
 
 
 @pytest.mark.parametrize("text", ["", "x", "0:4", "5:4", "1:2:3", "-3"])
@@ -294,17 +294,17 @@ def test_a_trace_is_replayed_by_arrival(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ([], "line 2: write one JSON object"),
-        ({"text": "a", "max_tokens": 1, "prompt": "x"}, "line 2: write one JSON object"),
-        ({"max_tokens": 1}, "line 2: give one of"),
-        ({"text": "a", "prompt_tokens": 3, "max_tokens": 1}, "line 2: give one of"),
-        ({"prompt_tokens": 0, "max_tokens": 1}, "line 2: give one of"),
+        ([], "line 2: must be one JSON object"),
+        ({"text": "a", "max_tokens": 1, "prompt": "x"}, "line 2: must be one JSON object"),
+        ({"max_tokens": 1}, "line 2: give exactly one"),
+        ({"text": "a", "prompt_tokens": 3, "max_tokens": 1}, "line 2: give exactly one"),
+        ({"prompt_tokens": 0, "max_tokens": 1}, "line 2: give exactly one"),
         ({"prompt_tokens": 10**12, "max_tokens": 1}, "line 2: a prompt of 1000000000000 tokens"),
-        ({"prompt_ids": ["a"], "max_tokens": 1}, "line 2: give one of"),
+        ({"prompt_ids": ["a"], "max_tokens": 1}, "line 2: give exactly one"),
         ({"text": "a"}, "line 2: max_tokens=None"),
         ({"text": "a", "max_tokens": 1, "arrival_s": -1}, "line 2: arrival_s=-1"),
         ({"text": "a", "max_tokens": 1, "arrival_s": "soon"}, "line 2: could not convert"),
-        ({"text": "a", "max_tokens": 1}, "all of its lines an arrival_s, or none"),
+        ({"text": "a", "max_tokens": 1}, "arrival_s in all lines or in none"),
     ],
 )
 def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, line: object, message: str) -> None:
@@ -320,24 +320,27 @@ def test_a_wrong_trace_is_refused_by_line(tmp_path: Path, line: object, message:
     ("changes", "message"),
     [
         ({"timeout_s": math.nan}, "--timeout-s=nan"),
-        ({"rate": 1.0, "concurrency": 1}, "--rate=1.0: give it or --concurrency"),
-        ({"workload": "trace"}, "--trace=None: goes with --workload trace"),
-        ({"trace": Path("x")}, "--trace=x: goes with --workload trace"),
-        ({"address": "10.0.0.7:50051"}, "--address=10.0.0.7:50051: is not this machine"),
-        ({"address": "127.0.0.1:1", "launch": True}, "give it or --launch"),
+        ({"rate": 1.0, "concurrency": 1}, "--rate=1.0: cannot be combined with --concurrency"),
+        ({"workload": "trace"}, "--trace=None: use it together with --workload trace"),
+        ({"trace": Path("x")}, "--trace=x: use it together with --workload trace"),
+        ({"address": "10.0.0.7:50051"}, "--address=10.0.0.7:50051: is another machine"),
+        ({"address": "127.0.0.1:1", "launch": True}, "cannot be combined with --launch"),
         ({"sets": ["a=b"]}, "add --launch"),
-        ({"compare_drafts": "0"}, "--compare-drafts=0: use 0 and others"),
+        ({"compare_drafts": "0"}, "--compare-drafts=0: list 0 and"),
         ({"compare_drafts": "1,3"}, "--compare-drafts=1,3"),
         ({"compare_drafts": "0,3,3"}, "--compare-drafts=0,3,3"),
         ({"compare_drafts": "0,-1"}, "--compare-drafts=0,-1"),
         ({"compare_drafts": "0,3", "max_drafts": 1}, "--max-drafts=1"),
         ({"compare": ["drafter=mtp", "drafter=none"]}, "add --launch"),
-        ({"compare": ["drafter=mtp"], "launch": True}, "give it for each of several"),
+        ({"compare": ["drafter=mtp"], "launch": True}, "repeat it for at least two settings"),
         (
             {"compare": ["drafter=mtp", "drafter=none"], "launch": True, "max_drafts": 2},
-            "--max-drafts=2: give it or --compare",
+            "--max-drafts=2: cannot be combined with --compare",
         ),
-        ({"output": Path("/no/such/folder/x.json")}, "--output=.*: its folder does not exist"),
+        (
+            {"output": Path("/no/such/folder/x.json")},
+            "--output=.*: the folder of this file does not exist",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(changes: dict[str, object], message: str) -> None:
@@ -426,7 +429,7 @@ def test_the_fastest_is_named_with_what_asks_for_it() -> None:
     console = Console(record=True, width=80, file=io.StringIO())
     compare.show(console, found)
     text = console.export_text()
-    assert "here and now: --set speculation.drafter=mtp" in text and " 2.00" in text
+    assert "machine and load: --set speculation.drafter=mtp" in text and " 2.00" in text
     assert all(keys in text for keys in ("drafter=none ", "drafter=mtp ", "a=b "))
     compare.show(console, [found[2]])
     assert "fastest" not in console.export_text()

@@ -109,7 +109,7 @@ def test_no_program_is_made_where_memory_is_short(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
-    with pytest.raises(CaptureError, match="less than 2% of 0.1 GB is free"):
+    with pytest.raises(CaptureError, match="less than 2% of the 0.1 GB on the GPU are free"):
         captured(torch.ones(2))
     captured(torch.ones(2))
     assert captured.is_ready and not list(told)
@@ -158,7 +158,7 @@ def test_a_rank_that_cannot_capture_serves_on_without_graphs(
     loop.add(bench.decode)
     loop.start()
     try:
-        while "3 programs eager" not in loop.post(
+        while "3 programs run eagerly" not in loop.post(
             lambda: bench.decode.programs.exec_mode_status
         ).result(60):
             loop.post(lambda: bench.decode.drop(Identity("nobody"))).result(60)

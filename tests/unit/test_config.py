@@ -66,7 +66,7 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
         (".a=1", "write it as key=value"),
         ("decode.max_num_seqs=[", "the value is not YAML"),
         ("decode.dp_size=0", "decode.dp_size=0"),
-        ("prefill.num_redundant_experts=4", "needs several ranks, got prefill.dp_size=1; set it"),
+        ("prefill.num_redundant_experts=4", "needs several ranks, got prefill.dp_size=1; set"),
         ("server.address=here", "server.address='here': write HOST:PORT"),
         ("server.address=h:65536", "write HOST:PORT"),
         ("server.address=''", "server.address='': write HOST:PORT"),
@@ -77,7 +77,7 @@ def test_a_section_can_be_set_as_a_whole_or_left_empty(tmp_path: Path) -> None:
         ("model.think_tokens=x", "model.think_tokens='x': give the two texts"),
         ("model.think_tokens=[a]", "model.think_tokens=['a']: give the two texts"),
         ("model.think_tokens=[a, 3]", "model.think_tokens=['a', 3]: give the two texts"),
-        ("model.think_tokens=[a, a]", "model.think_tokens=['a', 'a']: the two have to differ"),
+        ("model.think_tokens=[a, a]", "model.think_tokens=['a', 'a']: use two different texts"),
     ],
 )
 def test_a_wrong_override_is_refused_with_the_remedy(item: str, message: str) -> None:

@@ -268,7 +268,7 @@ def test_rows_are_granted_in_turn_and_to_those_that_have_begun_first() -> None:
         assert scheduler.grant() == [], "there is but one row"
         scheduler.drop(next(iter(scheduler.sequences)))
         assert scheduler.grant() == [names[turn]]
-    with pytest.raises(HandoverError, match="holds no row"):
+    with pytest.raises(HandoverError, match="has no decode row"):
         scheduler.build_running(names["runs"], request("runs", 4, 4))
 
 

@@ -309,7 +309,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(tmp_path: Path) -
 
     token = on_startup_progress.set(write_to_it)
     try:
-        with pytest.raises(ValueError, match="was written to while it was read"):
+        with pytest.raises(ValueError, match="changed while they were loaded"):
             load_model(loading(tmp_path), DECODE)
     finally:
         on_startup_progress.reset(token)

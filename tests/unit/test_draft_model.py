@@ -127,7 +127,9 @@ def test_what_cannot_draft_is_refused_by_name(main: Path, small: Path, tmp_path:
         load(main, NAME)
     (other := tmp_path / "other").mkdir()
     tiny.write_tiny(other, seed=1)
-    with pytest.raises(ValueError, match="has 96 tokens, the model 2048; use .* same tokenizer"):
+    with pytest.raises(
+        ValueError, match="has 96 tokens, the main model's 2048; use .* same tokenizer"
+    ):
         loaded_with(main, other)
     said = json.loads((small / "tokenizer.json").read_text())
     added = [*said["added_tokens"], said["added_tokens"][0] | {"id": 2047, "content": "<other>"}]
@@ -147,7 +149,7 @@ def test_what_cannot_draft_is_refused_by_name(main: Path, small: Path, tmp_path:
 def test_one_that_is_too_narrow_for_kernels_takes_plain_ones(main: Path, tmp_path: Path) -> None:
     narrow = written(tmp_path, seed=4, **OTHER | {"kv_lora_rank": 12, "qk_rope_head_dim": 4})
     wrong = (
-        r"speculation.draft_model_path: not with native .* multiple of 16 values; use "
+        r"speculation.draft_model_path: does not fit the native .* multiples of 16; use "
         r".*kernels=torch"
     )
     with pytest.raises(ValueError, match=wrong):

@@ -252,23 +252,23 @@ def test_a_rank_that_prefills_reads_what_entries_need(main: Path, tmp_path: Path
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "hidden size": ("eagle3", {"hidden_size": 64}, r"hidden_size = 64, the model's is 48; use"),
-    "vocabulary": ("eagle1", {"vocab_size": 97}, r"vocab_size = 97, the model's is 96; use"),
+    "hidden size": ("eagle3", {"hidden_size": 64}, r"hidden_size = 64, but the model has 48; use"),
+    "vocabulary": ("eagle1", {"vocab_size": 97}, r"vocab_size = 97, but the model has 96; use"),
     "taps": ("eagle3", {"eagle_aux_hidden_state_layer_ids": [2, 3, 7]}, r"layer_ids = \[2, 3, 7\]"),
     "one tap": (
         "eagle3",
         {"eagle_aux_hidden_state_layer_ids": [2]},
-        r"two or more of the 7 layers",
+        r"two or more layers, from 0 to 6",
     ),
     "d2t": (
         "eagle3",
         {"tensors": {"d2t": head_tensors("eagle3")["d2t"].index_fill(0, torch.tensor([39]), 60)}},
-        r"d2t\[39\] makes token 99, which is none of this model's 96",
+        r"d2t\[39\] maps to token 99, but this model has 96 tokens",
     ),
     "no d2t": (
         "eagle3",
         {"tensors": {"d2t": None}},
-        r"d2t has 0 entries for draft_vocab_size = 40",
+        r"d2t has 0 entries, but draft_vocab_size = 40",
     ),
     "more than there are": (
         "eagle3",
@@ -280,18 +280,22 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
                 "t2d": None,
             },
         },
-        r"d2t\[96\] makes token 96, which is none",
+        r"d2t\[96\] maps to token 96, but",
     ),
     "t2d": (
         "eagle3",
         {"tensors": {"t2d": head_tensors("eagle3")["t2d"].roll(1)}},
-        r"t2d and d2t name other tokens",
+        r"t2d and d2t contradict each other",
     ),
     "missing": ("eagle3", {"tensors": {"norm.weight": None}}, r"tensor norm.weight is missing"),
     "unknown": ("eagle1", {"tensors": {"more": torch.ones(3)}}, r"unknown tensors, such as more"),
     "shape": ("eagle1", {"tensors": {"fc.weight": torch.ones(48, 97)}}, r"fc.weight has shape"),
     "layers": ("eagle1", {"num_hidden_layers": 2}, r"num_hidden_layers = 2"),
-    "heads": ("eagle3", {"num_key_value_heads": 3}, r"num_key_value_heads = 3: has to divide 4"),
+    "heads": (
+        "eagle3",
+        {"num_key_value_heads": 3},
+        r"num_key_value_heads = 3: must divide num_attention_heads = 4",
+    ),
     "norm": ("eagle3", {"fc_norm": True}, r"fc_norm = True: is not implemented"),
     "deeper": ("eagle3", {"eagle_config": [3]}, r"eagle_config = \[3\]: must be an object"),
     "rope": ("eagle3", {"rope_scaling": {"type": "llama3", "factor": 8}}, r"rope_scaling"),
@@ -301,7 +305,11 @@ BAD: dict[str, tuple[str, dict[str, Any], str]] = {
     "features": ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden"),
     "a window": ("eagle3", {"layer_types": ["sliding_attention"]}, "use a head with .'full_att"),
     "tied": ("eagle3", {"tie_word_embeddings": True}, "tie_word_embeddings = True"),
-    "target": ("eagle3", {"target_hidden_size": 64}, "target_hidden_size = 64, the model's is 48"),
+    "target": (
+        "eagle3",
+        {"target_hidden_size": 64},
+        "target_hidden_size = 64, but the model has 48",
+    ),
     "key": ("eagle1", {"logit_scale": 2.0}, r"config\.json: logit_scale = 2\.0: Tandem does not"),
     "keys": (
         "eagle3",
@@ -413,7 +421,7 @@ def test_a_folder_without_a_head_is_refused(main: Path, tmp_path: Path) -> None:
     ):
         load(main, "speculation.drafter=eagle")
     with pytest.raises(
-        ValueError, match=r"config.json: no such file; speculation.draft_model_path names"
+        ValueError, match=r"config.json: no such file; set speculation.draft_model_path"
     ):
         load_with(main, tmp_path, "eagle3")
     (tmp_path / "config.json").write_text("{}")
@@ -465,10 +473,10 @@ def test_files_that_differ_between_prefill_and_decode_are_refused(
     )
     check_compatible(mine, alike)
     for one in theirs:
-        text = r"wants by: eagle3 \w{16}; prefill has by: eagle3 \w"
+        text = r"needs drafter: eagle3 \w{16}; the prefill rank has drafter: eagle3 \w"
         with pytest.raises(LayoutMismatch, match=text):
             check_compatible(mine, one)
-    with pytest.raises(LayoutMismatch, match="wants eagle: 1 x .*, features: 144, by: eagle3"):
+    with pytest.raises(LayoutMismatch, match="needs eagle: 1 x .*, features: 144, drafter: eagle3"):
         check_compatible(facts(load(main)), mine)
     check_compatible(mine, facts(load(main, "speculation.drafter=none")))
 

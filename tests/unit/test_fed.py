@@ -101,9 +101,12 @@ def _broken(last_B1: Tensor, num_drafts: int) -> Drafts:
     ("wrong", "told"),
     [
         (_broken, "an invariant of its own"),
-        (lambda last_B1, n: Drafts(last_B1), "have the shapes"),
-        (lambda last_B1, n: Drafts(last_B1.repeat(1, n), last_B1), "have the shapes"),
-        (lambda last_B1, n: Drafts(last_B1.repeat(1, n), None, last_B1 / 1), "have the shapes"),
+        (lambda last_B1, n: Drafts(last_B1), "the drafter returned shapes"),
+        (lambda last_B1, n: Drafts(last_B1.repeat(1, n), last_B1), "the drafter returned shapes"),
+        (
+            lambda last_B1, n: Drafts(last_B1.repeat(1, n), None, last_B1 / 1),
+            "the drafter returned shapes",
+        ),
         (lambda last_B1, n: last_B1.repeat(1, n), "tokens_BN"),
         (lambda last_B1, n: None, "tokens_BN"),
     ],
@@ -180,5 +183,5 @@ def test_a_class_of_ones_own_drafts(folder: Path) -> None:
     "name", ["hydra", "nowhere:Drafter", "tests.drafters:Nobody", "tests.drafters:NoDrafter"]
 )
 def test_a_drafter_that_is_not_there_is_refused_by_name(folder: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}' cannot be had .*use auto"):
+    with pytest.raises(ValueError, match=f"{name}' cannot be loaded .*use auto"):
         load(folder, f"speculation.drafter={name}")

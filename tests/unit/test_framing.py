@@ -46,7 +46,7 @@ def test_a_frame_that_is_too_long_is_refused_by_its_length_alone() -> None:
     assert list(FrameDecoder(4).feed(encode_frame(b"four"))) == [b"four"]
     frames = FrameDecoder(4).feed(encode_frame(b"four") + encode_frame(b"fives")[:4])
     assert next(frames) == b"four"
-    with pytest.raises(ValueError, match="a frame of 5 bytes, 4 are the most"):
+    with pytest.raises(ValueError, match="a frame has 5 bytes, at most 4 are allowed"):
         next(frames)
     for length in (b"\xff\xff\xff\xff", b"\x80\x00\x00\x00"):
         with pytest.raises(ValueError):

@@ -284,7 +284,7 @@ async def test_what_is_said_of_a_life_as_it_is_stopped_is_not_held_against_the_n
         machines.lives[101].become()
         await until(lambda: supervisor.gang.state == READY)
         await supervisor.stop(0.05)
-        supervisor.report(101, "its frames ended")
+        supervisor.report(101, "its stream of frames ended")
         supervisor.start()
         await until(lambda: 102 in machines.lives)
         await machines.lives[102].asked(3)
@@ -312,9 +312,7 @@ async def test_a_rank_that_answers_but_does_not_step_is_ended() -> None:
         assert (supervisor.gang.state, supervisor.gang.epoch) == (READY, 101)
         rank.state = replace(rank.state, engine_progress=EngineProgress(7, 11.0, 10.0))
         await until(lambda: supervisor.gang.epoch == 102)
-        assert rank.is_killed and "in one step for 11 s, 10 s are the bound" in note(
-            supervisor.gang
-        )
+        assert rank.is_killed and "in one step for 11 s (limit 10 s)" in note(supervisor.gang)
 
 
 KILLED, SEGFAULT = "worker died", "Fatal Python error: Segmentation fault\n\nCurrent thread"

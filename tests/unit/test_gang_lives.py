@@ -466,8 +466,8 @@ def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
     ]
     text = no_capacity_message(plan_gangs(config)[1], there)
     assert text == (
-        "decode-0: no room: it takes 4 CPU for each of 8 ranks, of 16 in this Ray 12 are free; "
-        "1 GPU for each of 8 ranks, of 4 in this Ray 4 are free; add machines, or lower "
+        "decode-0: not enough resources: needs 4 CPU for each of 8 ranks (12 of 16 in this Ray are "
+        "free); 1 GPU for each of 8 ranks (4 of 4 in this Ray are free); add machines, or lower "
         "decode.dp_size, decode.replicas or decode.num_threads"
     )
 
@@ -507,13 +507,12 @@ def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
 def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
     gang = GangPlan("prefill-0", "prefill", 1, {"CPU": 1.0}, "larg")
     there = [machine("large", None, 8), machine("small", None, 8), machine(None, None, 8)]
-    assert (
-        "of prefill.node_group='larg'; of groups there are ['large', 'small']"
-        in no_capacity_message(gang, there)
+    assert "this Ray has none; its groups are ['large', 'small']" in no_capacity_message(
+        gang, there
     )
-    assert "of groups there are none" in no_capacity_message(gang, there[2:])
+    assert "its groups are none" in no_capacity_message(gang, there[2:])
     text = no_capacity_message(replace(gang, group="large", num_ranks=9), there)
-    assert "1 CPU for each of 9 ranks, of 8 in group 'large' 8 are free" in text
+    assert "1 CPU for each of 9 ranks (8 of 8 in group 'large' are free)" in text
 
 
 async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
@@ -529,7 +528,9 @@ async def test_that_ray_does_not_answer_is_no_fault_of_a_gangs(
     config, history = load(None, []), restart_policy.RestartHistory()
     plan = plan_gangs(config)[0]
     for _ in range(5):
-        with pytest.raises(EpochOver, match="Ray does not begin it: .*the head is away") as raised:
+        with pytest.raises(
+            EpochOver, match="Ray could not start its ranks: .*the head is away"
+        ) as raised:
             await RayMachines().launch_ranks(plan, EpochLaunch(1, 1, (0,), None), config, {})
         death = EpochFailure(raised.value.cause, frozenset(), ())
         decision = restart_policy.decide_restart(history, death, 0.0)

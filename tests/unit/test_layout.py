@@ -34,25 +34,34 @@ def test_equal_layouts_agree_and_survive_the_wire() -> None:
 )
 def test_who_wants_less_can_have_it_and_not_the_other_way(less: Layout) -> None:
     check_compatible(LAYOUT.compatibility_facts(), less.compatibility_facts())
-    with pytest.raises(LayoutMismatch, match="decode wants (mtp: 1 x 1152 B|features: 7)"):
+    with pytest.raises(LayoutMismatch, match="decode rank needs (mtp: 1 x 1152 B|features: 7)"):
         check_compatible(less.compatibility_facts(), LAYOUT.compatibility_facts())
 
 
 @pytest.mark.parametrize(
     ("theirs", "text"),
     [
-        (replace(LAYOUT, dtype="float32"), "wants dtype: float32; prefill has dtype: bfloat16"),
-        (replace(LAYOUT, model="other"), "wants model: other; prefill has model: deepseek-v3"),
-        (replace(LAYOUT, protocol=10), "wants protocol: 10; prefill has protocol: 9"),
-        (replace(LAYOUT, num_features=9), "wants features: 9; prefill has features: 7"),
-        (replace(LAYOUT, computed_by="eagle3 12"), "wants by: eagle3 12; prefill has no more"),
+        (
+            replace(LAYOUT, dtype="float32"),
+            "needs dtype: float32; the prefill rank has dtype: bfloat16",
+        ),
+        (
+            replace(LAYOUT, model="other"),
+            "needs model: other; the prefill rank has model: deepseek-v3",
+        ),
+        (replace(LAYOUT, protocol=10), "needs protocol: 10; the prefill rank has protocol: 9"),
+        (replace(LAYOUT, num_features=9), "needs features: 9; the prefill rank has features: 7"),
+        (
+            replace(LAYOUT, computed_by="eagle3 12"),
+            "needs drafter: eagle3 12; the prefill rank has nothing else",
+        ),
         (
             replace(LAYOUT, groups=(LAYOUT.groups[0], Group("mtp", 2, 1152))),
-            "wants mtp: 2 x 1152 B; prefill has mtp: 1 x 1152 B",
+            "needs mtp: 2 x 1152 B; the prefill rank has mtp: 1 x 1152 B",
         ),
         (
             replace(LAYOUT, groups=(Group("main", 4, 640), LAYOUT.groups[1])),
-            "wants main: 4 x 640 B; prefill has main: 4 x 1152 B",
+            "needs main: 4 x 640 B; the prefill rank has main: 4 x 1152 B",
         ),
     ],
 )
@@ -96,5 +105,5 @@ async def test_another_epoch_is_a_lost_node_with_both_values() -> None:
 
     service = Service("p0", 7, {"load": (None, answer)})
     assert decode(Empty, await service.handle(7, "load", b"")) == Empty()
-    with pytest.raises(RankLost, match="the call is for epoch 6, this is 7"):
+    with pytest.raises(RankLost, match="the call is for epoch 6, but this rank is in epoch 7"):
         decode(Empty, await service.handle(6, "load", b""))

@@ -45,7 +45,7 @@ def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
     book = OfferBook(1.0, clock)
     book.open(KEY, nothing)
     clock.now += 1
-    with pytest.raises(HandoverError, match="its lease of 1.0 s ran out"):
+    with pytest.raises(HandoverError, match="its lease of 1.0 s expired"):
         book.renew(KEY)
     assert list(book.sweep()) == [KEY]
 
@@ -115,10 +115,10 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     clock = Clock()
     book = OfferBook(2.0, clock)
     assert await book.wait(KEY, 0, 0.01) is None
-    with pytest.raises(HandoverError, match="not offered here"):
+    with pytest.raises(HandoverError, match="not offered by this prefill rank"):
         book.get_open(KEY)
     book.open(OTHER, nothing)
-    with pytest.raises(HandoverError, match="not offered here"):
+    with pytest.raises(HandoverError, match="not offered by this prefill rank"):
         book.get_open(KEY)
     waiting = asyncio.create_task(book.wait(OTHER, 0, 5.0))
     await asyncio.sleep(0)

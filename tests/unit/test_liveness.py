@@ -180,7 +180,7 @@ async def test_a_pair_that_joins_and_cannot_work_together_is_told(
     owner = Fleet(members, load(None, [f"model.path={small_model}"]), warm)
     for rank in owner.ranks.values():
         rank.liveness.apply_event(LivenessEvent.HEARTBEAT)
-    await until(lambda: "do not work together: prompts of two tokens" in caplog.text)
+    await until(lambda: "failed: prompts of two tokens" in caplog.text)
     await owner.stop()
 
 

@@ -203,9 +203,9 @@ def _no_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (_foreign, "no Medusa heads: it has model.norm.weight"),
-        (_wide, r"1.1.weight has shape \(97, 48\), this model's is \(96, 48\); use heads"),
-        (_hole, "no Medusa heads: it has 2.0.linear"),
+        (_foreign, "Medusa heads; unknown tensors: model.norm.weight"),
+        (_wide, r"1.1.weight has shape \(97, 48\), this model needs \(96, 48\); use heads"),
+        (_hole, "Medusa heads; unknown tensors: 2.0.linear"),
         (_no_bias, "tensor 2.0.linear.bias is missing"),
     ],
 )
@@ -216,7 +216,10 @@ def test_foreign_heads_are_refused(tmp_path: Path, folder: Path, change: Any, to
 
 
 def test_files_that_are_none_are_refused(tmp_path: Path, folder: Path) -> None:
-    for path, told in ((tmp_path, "has none of medusa_lm_head"), ("null", "name the folder")):
+    for path, told in (
+        (tmp_path, "contains none of the files medusa_lm_head"),
+        ("null", "name the folder"),
+    ):
         with pytest.raises(ValueError, match=told):
             load(folder, "speculation.drafter=medusa", f"speculation.draft_model_path={path}")
     torch.save({"0.0.linear.weight": 7}, tmp_path / "medusa_lm_head.pt")
@@ -231,16 +234,22 @@ def test_files_that_are_none_are_refused(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[[0], [0, 1, 2]]", r"\[0, 1, 2\] has no \[0, 1\] before it; add that"),
-        ("[[0], [1, 0]]", r"\[1, 0\] has no \[1\]"),
-        ("[[0], []]", r"mine.json: \[1\]: .*at least 1 item.*; write paths of ranks of 0 to 63"),
+        ("[[0], [0, 1, 2]]", r"\[0, 1, 2\] needs its prefix \[0, 1\]; add that"),
+        ("[[0], [1, 0]]", r"\[1, 0\] needs its prefix \[1\]"),
+        (
+            "[[0], []]",
+            r"mine.json: \[1\]: .*at least 1 item.*; write a list of paths of ranks from 0 to 63",
+        ),
         ("[[0], [-1]]", r"\[1\]\[0\]: .*greater than or equal to 0"),
         ("[[0], [64]]", r"\[1\]\[0\]: .*less than or equal to 63"),
         ("[[0], [true]]", r"\[1\]\[0\]: .*valid integer"),
         ("[0, 1]", r"\[0\]: .*valid array"),
         ('{"a": 1}', "all: .*valid array"),
         ("[[0]", "all: Invalid JSON"),
-        ("[[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", r"\[0, 0, 0, 0\] where there are 3 heads"),
+        (
+            "[[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]",
+            r"\[0, 0, 0, 0\] needs 4 heads, but there are 3",
+        ),
         ("[[0], [0, 0]]", "drafts chains"),
     ],
 )
@@ -261,7 +270,9 @@ def test_choices_without_a_number_of_nodes_are_refused(tmp_path: Path, folder: P
     """Tree choices without a number of nodes are refused, because chains would be drafted
     silently."""
     sets = f"speculation.draft_model_path={tmp_path}", "speculation.medusa_choices=any.json"
-    with pytest.raises(ValueError, match=r"choices: are of trees; say speculation\.max_tree_nodes"):
+    with pytest.raises(
+        ValueError, match=r"choices: only used for trees; also set speculation\.max_tree_nodes"
+    ):
         load(folder, "speculation.drafter=medusa", *sets)
 
 

@@ -90,7 +90,10 @@ def test_differing_keys_are_named_with_both_values() -> None:
     mine = load(None, ["decode.max_num_seqs=4", "server.max_queued=9"])
     assert config_differences(mine, load(None, ["decode.max_num_seqs=4"])) == []
     found = config_differences(mine, load(None, ["kv.page_size=16"]))
-    assert found == ["decode.max_num_seqs is 4 there, 16 here", "kv.page_size is 64 there, 16 here"]
+    assert found == [
+        "decode.max_num_seqs is 16, but 4 in the cluster",
+        "kv.page_size is 16, but 64 in the cluster",
+    ]
 
 
 @pytest.mark.parametrize("behind_s", [0, 60], ids=["within a second", "the clock was set back"])
@@ -189,7 +192,9 @@ async def test_a_shell_answers_from_the_start() -> None:
     assert await one.call(4, "status", b"!") == b"4 status!", "the rank checks the epoch"
     loop.failure = ValueError("cosmic ray")
     failed = unpack(RankState, await one.get_state())
-    assert failed.failure == Failure("StepFailed", "the engine stopped: ValueError('cosmic ray')")
+    assert failed.failure == Failure(
+        "StepFailed", "decode-0.5.0: the engine stopped: ValueError('cosmic ray')"
+    )
     await one.stop()
     assert stops == ["stopped"]
     assert unpack(RankState, await one.get_state(2, 99)).max_seen == (8, 99)
@@ -230,7 +235,7 @@ async def test_a_rank_whose_engine_thread_hangs_joins_no_other_life() -> None:
     await asyncio.to_thread(engine.entered.wait)
     again = pack(replace(SPEC, epoch=6)), pack(Rendezvous("h", 1, 2, b"token"))
     for call in (one.leave, one.open_rendezvous, lambda: one.join(*again)):
-        with pytest.raises(RankLost, match=r"decode-0\.5\.0: its engine does not stop"):
+        with pytest.raises(RankLost, match=r"decode-0\.5\.0: the engine did not stop"):
             await call()
     engine.go_on.set()
     loop.stop()

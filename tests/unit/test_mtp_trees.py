@@ -176,7 +176,7 @@ def test_what_a_beam_writes_lies_behind_the_text_on_pages_of_the_row(loaded: Loa
 @pytest.mark.parametrize(
     ("sets", "told"),
     [
-        (("speculation.max_tree_nodes=13", "speculation.top_k=2"), "no more than 10; raise"),
+        (("speculation.max_tree_nodes=13", "speculation.top_k=2"), "at most 10 nodes with"),
         (("speculation.max_depth=8", "speculation.top_k=10"), "use at most 9 with"),
         (("speculation.max_tree_nodes=64",), "max_tree_nodes"),
         (("speculation.top_k=0",), "top_k"),

@@ -38,7 +38,7 @@ class FakeController:
         return self.data
 
     async def _attach(self, config_json: str) -> bytes:
-        return encode_failure(ValueError("config: decode.max_num_seqs is 3 there, 16 here"))
+        return encode_failure(ValueError("config: decode.max_num_seqs is 16, but 3 in the cluster"))
 
 
 def test_settings_of_a_gateway_alone_are_no_part_of_the_digest() -> None:
@@ -54,7 +54,7 @@ async def test_a_gateway_stops_following_a_cluster_of_another_config(
     members = RayMembers(MINE, controller, Membership((1, 6), (DEAD,), shared_digest(MINE)))
     now = await members.wait_for_change((1, 6))
     assert now.version == (1, 7) and now.gangs == ()
-    assert "decode.max_num_seqs is 3 there, 16 here" in caplog.text
+    assert "decode.max_num_seqs is 16, but 3 in the cluster" in caplog.text
 
 
 async def test_a_gateway_follows_a_cluster_of_its_own_config() -> None:
@@ -70,7 +70,9 @@ async def test_another_config_is_refused_although_every_gang_is_down() -> None:
     controller._config = MINE
     controller._snapshot = Membership((1, 1), (DEAD,))
     controller._gangs = {"decode-0": SimpleNamespace(history=RestartHistory(has_served=True))}  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match=r"decode\.max_num_seqs is 16 there, 3 here.*tandem stop"):
+    with pytest.raises(
+        ValueError, match=r"decode\.max_num_seqs is 3, but 16 in the cluster.*tandem stop"
+    ):
         await controller._attach(OTHER)
     assert controller._config is MINE
 

@@ -126,5 +126,7 @@ def test_pages_fill_a_gpu_but_for_what_steps_need(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: tuple(memory))
     assert default_num_pages(config, *bounds) == least
     memory[0] -= page
-    with pytest.raises(ValueError, match="model.max_model_len: .* do not fit, 0.0 GB are free"):
+    with pytest.raises(
+        ValueError, match="model.max_model_len: .* do not fit on .* has 0.0 GB free"
+    ):
         default_num_pages(config, *bounds)

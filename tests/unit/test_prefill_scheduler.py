@@ -81,10 +81,10 @@ def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
 def test_what_can_never_fit_or_is_here_is_refused_and_leaves_nothing() -> None:
     pool = PagePool(4, SIZE)
     scheduler = Scheduler(PageSource(pool), 100)
-    with pytest.raises(ValueError, match="prompt: needs 4 pages of this node's 3"):
+    with pytest.raises(ValueError, match="prompt: needs 4 pages, this rank has 3"):
         admit(scheduler, 13)
     one = admit(scheduler, 12)
-    with pytest.raises(HandoverError, match="is here already"):
+    with pytest.raises(HandoverError, match="is already on this prefill rank"):
         scheduler.admit(one.identity, one.request)
     scheduler.drop(one.identity)
     assert pool.num_free == pool.num_pages - 1 and not scheduler.sequences

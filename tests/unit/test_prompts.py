@@ -124,7 +124,7 @@ def test_sections_that_cut_or_fill_a_text_never_apply(tmp_path: Path) -> None:
     ids = tokenizer.encode(text)
     assert ids == Tokenizer(TINY_MODEL).encode(text) and tokenizer.decode(ids) == text
     model = ModelInfo("tiny", "deepseek_v3", len(ids), 2048, (1,), 3, True, "float32")
-    with pytest.raises(ValueError, match=f"text: the prompt has {len(ids)} tokens; at most"):
+    with pytest.raises(ValueError, match=f"text: the prompt has {len(ids)} tokens; use at most"):
         check_request(RawRequest(prompt=text), model, tokenizer)
     fits = replace(model, max_model_len=len(ids) + 1)
     assert check_request(RawRequest(prompt=text), fits, tokenizer).prompt_ids == tuple(ids)
@@ -174,7 +174,9 @@ def test_what_a_text_begins_with(
 def test_the_name_of_the_token_may_stand_in_special_tokens_map(tmp_path: Path) -> None:
     changes, config = {"post_processor": None}, {"bos_token": None, "add_bos_token": True}
     folder = write_tokenizer(tmp_path, "tiny", changes, config)
-    with pytest.raises(ValueError, match="add_bos_token is true, but bos_token=None is no token"):
+    with pytest.raises(
+        ValueError, match="add_bos_token is true, but bos_token=None is not a token"
+    ):
         Tokenizer(folder)
     names = {"bos_token": {"content": BOS, "lstrip": False}}
     (folder / "special_tokens_map.json").write_text(json.dumps(names))

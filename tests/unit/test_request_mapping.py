@@ -223,7 +223,9 @@ def test_a_vocabulary_of_ends_leaves_no_token_before_min_tokens() -> None:
     is ignored. Resumed tokens count."""
     ends = [*range(MODEL.eos_token_ids[0]), *range(MODEL.eos_token_ids[0] + 1, MODEL.vocab_size)]
     sampling = pb.Sampling(stop_token_ids=ends, min_tokens=2)
-    with pytest.raises(ValueError, match=r"^sampling\.min_tokens=2: .* whole vocabulary.*use 0"):
+    with pytest.raises(
+        ValueError, match=r"^sampling\.min_tokens=2: .* cover the vocabulary.*use 0"
+    ):
         mapped(make(sampling=sampling))
     mapped(make(sampling=sampling, resume_token_ids=[5, 6]))
     mapped(make(sampling=pb.Sampling(stop_token_ids=ends)))
@@ -238,7 +240,9 @@ class Untouched(Bytes):
 
 def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     """31 tokens of up to 4 bytes hold 124 bytes. Such a text might fit, a longer one cannot."""
-    with pytest.raises(ValueError, match=r"^text: the prompt has 125 bytes; .* hold 124 at"):
+    with pytest.raises(
+        ValueError, match=r"^text: the prompt has 125 bytes, but .* have at most 124;"
+    ):
         to_request(make(text="é" * 62 + "x"), MODEL, Untouched(4))
     with pytest.raises(AssertionError, match="it was tokenised"):
         to_request(make(text="é" * 62), MODEL, Untouched(4))
@@ -253,13 +257,13 @@ def test_what_cannot_fit_is_refused_before_it_is_tokenised() -> None:
         (make(text=""), "the prompt is empty"),
         (pb.GenerateRequest(token_ids=pb.TokenIds()), "no tokens"),
         (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[4, -1])), r"token_ids\[1\]=-1: .* 0 to 299"),
-        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 32)), "32 tokens; at most 31"),
+        (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5] * 32)), "32 tokens; use at most 31"),
         (make(text="x" * 40), "text: the prompt has 41 tokens"),
         (make(request_id="a b"), "request_id='a b'"),
         (make(request_id="x" * 129), "request_id="),
         (make(resume_token_ids=[300]), r"resume_token_ids\[0\]=300"),
         (make(resume_token_ids=[300] * 32), r"len\(resume_token_ids\)=32: .* at most 31"),
-        (make(token_ids=pb.TokenIds(ids=[-1] * 32)), "32 tokens; at most 31"),
+        (make(token_ids=pb.TokenIds(ids=[-1] * 32)), "32 tokens; use at most 31"),
     ],
 )
 def test_a_wrong_prompt_name_or_resume_is_refused(

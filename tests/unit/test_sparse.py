@@ -92,7 +92,7 @@ def test_wrong_budgets_are_refused_by_name(folder: Path) -> None:
     with pytest.raises(ValueError, match="speculation.draft_budget_pages=0: .* 3"):
         load_config(sets=[*SELF, "speculation.draft_budget_pages=0"])
     wrong = (
-        r"speculation.draft_budget_pages=33: 128 tokens .model.max_model_len. have 32 "
+        r"speculation.draft_budget_pages=33: model.max_model_len=128 needs only 32 "
         r"pages .* at most 32"
     )
     with pytest.raises(ValueError, match=wrong):

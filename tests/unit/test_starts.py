@@ -139,7 +139,7 @@ def falls_silent(n: int) -> dict[str, object] | None:
         ((silent,), {0}, "d: starting its process, but it does not answer: no progress for 0.3 s"),
         ((moves, hangs), {1}, "d.1: waiting for process 4711"),
         ((waits, silent), {1}, "d.1: starting its process"),
-        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: 5 questions"),
+        ((joins, stopped), {1}, "d.1: joining its gang, but it does not answer: 5 status calls"),
         ((joins, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
         ((joins, joins), {0, 1}, "d.0: joining its gang: no progress"),
         ((waits, stopped_at_once), {1}, "d.1: waiting for its gang, but it does not answer"),
@@ -190,7 +190,7 @@ async def test_who_falls_silent_between_two_lives_is_lost(monkeypatch: pytest.Mo
     await ranks._leave_epoch(0)
     for _ in range(MAX_UNANSWERED - 1):
         await ranks.poll_states(SEEN)
-    text = "d.0: starting its process, but it does not answer: 5 questions"
+    text = "d.0: starting its process, but it does not answer: 5 status calls"
     with pytest.raises(EpochOver, match=text) as over:
         await ranks.poll_states(SEEN)
     assert over.value.lost_ranks == {0}
@@ -263,14 +263,14 @@ def of_decode(state: str, **fields: Any) -> Gang:
 
 async def test_serve_tells_what_it_waits_for() -> None:
     told = await waited(
-        of_decode(STARTING, startup_notes=("decode-0: waiting for room",)),
+        of_decode(STARTING, startup_notes=("decode-0: waiting for resources",)),
         of_decode(LOST, **DIED),
         of_decode(STARTING, startup_notes=("decode-0: loading weights, 40%",), **DIED),
         of_decode(READY, **DIED),
     )
     assert told == [
-        "decode-0: waiting for room",
-        "decode-0: lost; it ended: it died",
+        "decode-0: waiting for resources",
+        "decode-0: lost; last epoch ended: it died",
         "decode-0: loading weights, 40%",
     ]
 
@@ -283,7 +283,7 @@ async def test_serve_ends_with_what_keeps_a_gang_from_starting(state: str) -> No
 
 
 def test_slow_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    plain = replace(INFO, fallback_reason="without native kernels: no C++ compiler")
+    plain = replace(INFO, fallback_reason="native kernels cannot be used: no C++ compiler")
     _log_notices([INFO, plain, plain])
     [told] = caplog.messages
     assert told.startswith("steps are slower") and told.endswith("no C++ compiler")
@@ -295,9 +295,14 @@ async def test_who_attaches_does_not_wait_for_a_gang_whose_kind_is_there() -> No
     """A server does not wait for a lost gang if another gang of its kind is ready. The lost one may
     wait for resources for long."""
     other = Gang(
-        "decode-1", "decode", 7, STARTING, startup_notes=("decode-1: waiting for room",), **DIED
+        "decode-1",
+        "decode",
+        7,
+        STARTING,
+        startup_notes=("decode-1: waiting for resources",),
+        **DIED,
     )
     told: list[str] = []
     members: Any = FakeMembers((READY_P, of_decode(READY), other))
     await RayMembers.wait_until_started(members, told.append)
-    assert told == ["decode-1: waiting for room"]
+    assert told == ["decode-1: waiting for resources"]

@@ -96,7 +96,8 @@ def test_one_that_hangs_holds_a_step_for_its_bound_and_is_off_after_three(
     told, bench = answers(loaded, asked)
     assert told == expected and theirs.num_calls == 1 and accepted(bench) == 0
     assert bench.decode.programs.exec_mode_status.endswith(
-        "Hangs failed 3 times, it is off: TimeoutError('it has not come back within 0.01 s')"
+        "Hangs failed 3 times and is switched off: "
+        "TimeoutError('draft() has not returned within 0.01 s')"
     )
     theirs.let_go.set()
     told, bench = answers(loaded, asked)
@@ -109,7 +110,7 @@ def test_one_that_fails_again_and_again_is_called_no_more(
     loaded = with_user(plain, user_drafters.Broken())
     told, _ = answers(loaded, asked)
     assert told == expected
-    assert caplog.text.count("it is off: RuntimeError('no idea')") == 1
+    assert caplog.text.count("is switched off: RuntimeError('no idea')") == 1
     assert isinstance(loaded.drafter, UserDrafter)
     assert loaded.drafter.num_failures == MAX_FAILURES_IN_ROW * len(asked)
 
@@ -121,10 +122,10 @@ def test_one_that_fails_again_and_again_is_called_no_more(
         ([True], "ints"),
         ([1, 2, 3, 4], "use at most 3"),
         (([1, 2], [0]), "2 tokens, 1 parents"),
-        ([-1], "-1 is no token id; use 0 to 9"),
-        ([10], "10 is no token id"),
-        (([1, 2], [0, 2]), "2 is no earlier node"),
-        (([1, 2], [0, -1]), "-1 is no earlier node"),
+        ([-1], "-1 is not a token id; use 0 to 9"),
+        ([10], "10 is not a token id"),
+        (([1, 2], [0, 2]), "2 is not the number of an earlier node"),
+        (([1, 2], [0, -1]), "-1 is not the number of an earlier node"),
         (([1, 2], [0, 0]), "set speculation.max_tree_nodes"),
     ],
 )
@@ -141,7 +142,7 @@ def test_what_is_wrong_is_said(given: Any, told: str) -> None:
         ("NoClass", "has no attribute 'NoClass'"),
         ("Undrafting", "has no attribute 'draft'"),
         ("some_function", "__mro__"),
-        ("WithArguments", "cannot be made without arguments: TypeError"),
+        ("WithArguments", "cannot be created without arguments: TypeError"),
     ],
 )
 def test_a_class_that_cannot_be_had_is_refused_with_what_it_said(name: str, told: str) -> None:
@@ -154,7 +155,7 @@ def test_a_module_that_raises_is_refused_with_what_it_said(
 ) -> None:
     (tmp_path / "raises_as_it_is_imported.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="cannot be had .ZeroDivisionError.*use auto"):
+    with pytest.raises(ValueError, match="cannot be loaded .ZeroDivisionError.*use auto"):
         load(TINY_MODEL, "speculation.drafter=raises_as_it_is_imported:Drafter")
 
 
@@ -162,7 +163,8 @@ def test_a_module_that_raises_is_refused_with_what_it_said(
 def test_trees_of_who_drafts_chains_are_refused(drafter: str) -> None:
     sets = f"speculation.drafter={drafter}", "speculation.max_tree_nodes=12"
     with pytest.raises(
-        ValueError, match=rf"max_tree_nodes=12: {drafter} drafts chains .*leave it null"
+        ValueError,
+        match=rf"max_tree_nodes=12: {drafter} drafts chains, .*set max_tree_nodes to null",
     ):
         load(TINY_MODEL, *sets)
 
