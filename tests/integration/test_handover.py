@@ -185,7 +185,7 @@ async def test_a_pull_that_is_over_holds_no_lease(world: World) -> None:
             "decode rank needs .*; the prefill rank has dtype: f00",
         ),
         ({"num_tokens": 21}, HandoverError, "sealed after 20 tokens, but 21 were offered"),
-        ({"num_tokens": 19}, HandoverError, "20 tokens reported.*19 were offered"),
+        ({"num_tokens": 19}, HandoverError, "20 computed tokens reported.*19 were offered"),
     ],
 )
 async def test_an_offer_that_does_not_fit_is_refused_by_name(
