@@ -358,7 +358,9 @@ async def test_a_later_life_of_a_decode_rank_replaces_its_channel() -> None:
         await pull_and_check(other)
         assert prefill.source.counts()["channels"] == 2, "another rank of the same life"
         late = await stack.enter_async_context(decode_rank(prefill, "decode-0.1", 4))
-        with pytest.raises(HandoverError, match="decode-0.1: epoch 4 after 11"):
+        with pytest.raises(
+            HandoverError, match="decode-0.1: a channel for epoch 4 came after one for epoch 11"
+        ):
             await late.sink._link("p0", "p0", EPOCH, late.control()).ensure_channel()
         await pull_and_check(world)
 
