@@ -12,8 +12,12 @@ USER_ERROR = "user error"
 NO_CAPACITY = "no capacity"
 INTERNAL_FAULT = "internal fault"
 EXTERNAL = "external"
-"""Categories of causes: the user's configuration, no capacity, an error of the ranks themselves,
-and all else (a SIGKILL, a lost machine, silence)."""
+"""Categories of causes.
+
+USER_ERROR: a mistake in the configuration. NO_CAPACITY: Ray has no capacity for the gang.
+INTERNAL_FAULT: an error of the ranks themselves. EXTERNAL: all else, such as a SIGKILL, a lost
+machine or silence.
+"""
 CREATION_FAILURE_TEXT = "creation task"
 """Part of Ray's message about an actor whose constructor failed."""
 FATAL_SIGNAL_TEXT = "Fatal Python error"
