@@ -2,10 +2,10 @@
 
     python -m benchmarks.drafters [--only NAME ..] [--redo CELL ..] [--medusa2 DIR]
 
-Results are kept in benchmarks/results/drafters.json, cell by cell, so an interrupted run
-continues. --redo measures some again (lengths, bytes, parts, speeds, beside, lossy, repeated;
-"speeds 8" at that number of rows alone). MEDUSA-2's checkpoint is made first, by
-python -m training.medusa2 --out DIR. Hours on two cores.
+Results are kept in benchmarks/results/drafters.json, cell by cell. An interrupted run therefore
+continues. --redo measures some cells again: lengths, bytes, parts, speeds, beside, lossy or
+repeated; "speeds 8" is that number of rows alone. Make MEDUSA-2's checkpoint first, with
+``python -m training.medusa2 --out DIR``. The whole takes hours on two cores.
 """
 
 import argparse
