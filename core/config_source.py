@@ -20,7 +20,7 @@ class _StrictLoader(yaml.SafeLoader):
             if key in keys[:i]:
                 line = node.value[i][0].start_mark.line + 1
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} is given twice, again in line {line}"
+                    None, None, f"key {key!r} occurs twice, the second time in line {line}"
                 )
         return super().construct_mapping(node, deep)
 

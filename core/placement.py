@@ -66,7 +66,7 @@ class Placement:
         for layer, experts_S in enumerate(self.slot_experts):
             assert len(experts_S) == self.num_slots, (layer, len(experts_S), self.num_slots)
             odd = set(experts_S) ^ set(range(num_experts))
-            assert not odd, f"layer {layer} lacks experts, or has unknown ones: {sorted(odd)}"
+            assert not odd, f"layer {layer}: experts {sorted(odd)} are missing or unknown"
 
 
 def check_sizes(num_experts: int, num_redundant: int, num_ranks: int) -> None:

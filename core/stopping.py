@@ -19,7 +19,7 @@ def truncate_at_stop(
     Returns the kept ids and the finish reason, None while the answer continues. The reason is STOP
     if a stop token is also the last token of the budget.
     """
-    assert num_budget > 0, f"a sequence without budget must have ended, got {num_budget}"
+    assert num_budget > 0, f"num_budget={num_budget}: must be above 0"
     kept_ids = token_ids[:num_budget]
     for i, token in enumerate(kept_ids):
         if token in stops:

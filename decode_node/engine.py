@@ -261,7 +261,7 @@ class DecodeEngine:
         except Exception as error:
             if is_fatal(error):
                 raise
-            log.exception("inputs of a decode step cannot be built; its sequences fail")
+            log.exception("inputs of a decode step cannot be built; failing its sequences")
             self._fail_sequences(sequences, error)
             step = self._launcher.prepare([], plan)
         self._record_in_flight(step.sequences)

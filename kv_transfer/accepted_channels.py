@@ -39,8 +39,8 @@ class AcceptedChannels:
         for old in [old for old, _ in self._accepted.values() if old.peer == hello.peer]:
             if old.epoch > hello.epoch:
                 raise HandoverError(
-                    f"{hello.peer}: a channel for epoch {hello.epoch} came after one for epoch "
-                    f"{old.epoch}"
+                    f"{hello.peer}: requested a channel for epoch {hello.epoch} after one for the "
+                    f"later epoch {old.epoch}"
                 )
             self.drop(old.nonce, "the peer requested a new channel")
         make = partial(channel_factory.accept, hello.nonce, hello.peer)

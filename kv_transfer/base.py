@@ -57,7 +57,7 @@ class Transfer:
 
     @property
     def description(self) -> str:
-        return f"{self.direction} {self.transfer_id} of {self.tensor.nbytes} B"
+        return f"{self.direction} of {self.tensor.nbytes} B (transfer {self.transfer_id})"
 
 
 class Channel:

@@ -130,7 +130,9 @@ class PagedCaches:
     def slots_T(self, span: Span) -> Tensor:
         """Return the slot of each token of ``span``, the same in each layer."""
         (_, pages, lo, hi), size = span, self.pool.page_size
-        assert 0 <= lo < hi <= len(pages) * size, f"tokens [{lo}, {hi}) of {len(pages)} pages"
+        assert 0 <= lo < hi <= len(pages) * size, (
+            f"tokens [{lo}, {hi}) are not in {len(pages)} pages"
+        )
         token_T = torch.arange(lo, hi)
         page_T = torch.tensor(pages, dtype=torch.int64)[token_T // size]
         slots_T = page_T * size + token_T % size
@@ -157,7 +159,7 @@ def check_chunks(layout: Layout, chunk_bytes: int) -> None:
     most = max(group.bytes_per_token_all_layers for group in layout.groups)
     if chunk_bytes < most:
         raise ValueError(
-            f"kv_transfer.chunk_bytes={chunk_bytes}: one token needs {most} bytes; raise it"
+            f"kv_transfer.chunk_bytes={chunk_bytes}: too small for one token; use at least {most}"
         )
 
 

@@ -63,7 +63,7 @@ class Layout:
             if group.name == name:
                 return group
         raise LayoutMismatch(
-            f"cache group {name!r} is unknown, only {[group.name for group in self.groups]}"
+            f"cache group {name!r} is unknown; use one of {[group.name for group in self.groups]}"
         )
 
     def compatibility_facts(self) -> tuple[str, ...]:

@@ -101,4 +101,4 @@ def _reason(work: Any, is_over: bool, timeout_s: float) -> Exception:
         work.wait()  # does not block, raises the communicator's error
     except Exception as error:
         return error
-    return ConnectionError("the transfer is over, but may still use its memory")
+    return ConnectionError("the transfer has ended, but its CUDA event did not occur in time")

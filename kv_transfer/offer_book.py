@@ -78,7 +78,7 @@ class OfferBook:
 
     def open(self, identity: Identity, on_release: Callable[[], None]) -> bool:
         """Open an offer and start its lease. Return False, without effect, if it ended before."""
-        assert identity not in self._open, f"{identity} was opened twice"
+        assert identity not in self._open, f"{identity}: its offer was opened twice"
         if identity in self._ended:
             return False
         self._open[identity] = OpenOffer(ComputedTokens(), self._clock() + self.lease_s, on_release)
@@ -112,11 +112,11 @@ class OfferBook:
         entry = self._open.get(identity)
         if entry is None:
             return
-        assert entry.seal is None, f"{identity} was sealed before"
+        assert entry.seal is None, f"{identity}: its offer was already sealed"
         before = entry.computed
         num_pages = len(entry.computed.pages)
-        assert now.pages[:num_pages] == before.pages, f"{identity}: pages were exchanged"
-        shrank = f"{identity}: {before.num_tokens} tokens shrank to {now.num_tokens}"
+        assert now.pages[:num_pages] == before.pages, f"{identity}: offered pages were replaced"
+        shrank = f"{identity}: computed tokens fell from {before.num_tokens} to {now.num_tokens}"
         assert now.num_tokens >= before.num_tokens, shrank
         generations = before.generations + now.generations[num_pages:]
         entry.computed = replace(now, generations=generations)
@@ -137,7 +137,7 @@ class OfferBook:
         self._ended.sweep()
         expired = {key: entry for key, entry in self._open.items() if entry.ends_at <= now}
         for identity in expired:
-            self.end(identity, f"its lease of {self.lease_s} s expired")
+            self.end(identity, f"the lease of {self.lease_s} s expired")
         return expired
 
     def renew(self, identity: Identity) -> None:
@@ -149,7 +149,7 @@ class OfferBook:
         if entry is None:
             return
         if entry.ends_at <= self._clock():
-            raise SequenceEnded(f"{identity}: its lease of {self.lease_s} s expired")
+            raise SequenceEnded(f"{identity}: the lease of {self.lease_s} s expired")
         entry.ends_at = self._clock() + self.lease_s
 
     async def wait(self, identity: Identity, num_pulled: int, wait_s: float) -> OpenOffer | None:

@@ -57,7 +57,9 @@ class PagePool:
         """Allocate pages with one reference each. ``num_pages`` must not exceed num_available."""
         if num_pages > len(self._free):
             self.reclaim(num_pages - len(self._free))
-        assert 0 <= num_pages <= len(self._free), f"{num_pages} pages of {len(self._free)} free"
+        assert 0 <= num_pages <= len(self._free), (
+            f"need {num_pages} pages, but {len(self._free)} are free"
+        )
         pages = [self._free.pop() for _ in range(num_pages)]
         for page in pages:
             self._refcounts[page] = 1
@@ -86,7 +88,7 @@ class PagePool:
 
     def add_cache_ref(self, page: int) -> None:
         """Add the prefix cache's reference to an allocated page, at most one per page."""
-        assert page not in self._cached, f"page {page} is kept twice"
+        assert page not in self._cached, f"page {page} already has a reference of the prefix cache"
         self.retain([page])
         self._cached.add(page)
 
@@ -106,19 +108,25 @@ class PagePool:
         for page, generation in zip(pages, generations, strict=True):
             now = self._generations[page]
             if now != generation:
-                raise StalePages(f"page {page}: generation {generation} noted, {now} now")
+                raise StalePages(
+                    f"page {page} was freed: its generation changed from {generation} to {now}"
+                )
 
     def check_integrity(self) -> None:
         """Assert that every page is either free or allocated, and the dummy page neither."""
         free = set(self._free)
-        assert len(free) == len(self._free), "a page is free twice"
+        assert len(free) == len(self._free), "a page is in the free list twice"
         assert DUMMY_PAGE not in free, "the dummy page is free"
-        assert self._refcounts[DUMMY_PAGE] == 0, "the dummy page is held"
+        assert self._refcounts[DUMMY_PAGE] == 0, "the dummy page has references"
         idle = sum(map(self._is_idle, self._cached))
-        assert self._num_idle == idle, f"{self._num_idle} idle pages counted, {idle} there"
+        assert self._num_idle == idle, f"counted {self._num_idle} idle pages, but there are {idle}"
         for page in range(1, self.num_pages):
             count = self._refcounts[page]
-            assert (count == 0) == (page in free), f"page {page}: {count} references, free or not"
+            assert (count == 0) == (page in free), (
+                f"page {page}: {count} references contradict the free list"
+            )
             assert count >= 0, f"page {page} has {count} references"
             odd = self._generations[page] % 2 == 1
-            assert odd == (count > 0), f"page {page}: generation out of step with its references"
+            assert odd == (count > 0), (
+                f"page {page}: its generation must be odd while it has references"
+            )

@@ -133,7 +133,7 @@ class PeerLink:
             )
             if (reply.transfer_id, reply.num_bytes) != (channel.num_transfers, data.nbytes):
                 raise HandoverError(
-                    f"{self.owner}: wrong reply {reply} to {message} of {data.nbytes} B"
+                    f"{self.owner}: reply {reply} does not fit {message} for {data.nbytes} B"
                 )
             await wait_for_transfer(channel.recv(data).done, channel)
             return reply

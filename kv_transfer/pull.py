@@ -52,8 +52,9 @@ class PullState:
         """Raise HandoverError if the prefill rank reports an impossible number of tokens."""
         if not self.num_pulled <= ready.num_tokens <= self.offer.num_tokens:
             raise HandoverError(
-                f"{self.offer.identity}: {ready.num_tokens} computed tokens reported, "
-                f"but {self.num_pulled} are pulled and {self.offer.num_tokens} were offered"
+                f"{self.offer.identity}: the prefill rank reported {ready.num_tokens} computed "
+                f"tokens, expected {self.num_pulled} (pulled so far) to {self.offer.num_tokens} "
+                "(offered)"
             )
 
     def check_seal(self, seal: m.Seal) -> None:
@@ -67,14 +68,15 @@ class PullState:
         offered = self.offer.num_tokens
         if self.num_pulled != offered:
             raise HandoverError(
-                f"{identity}: sealed after {self.num_pulled} tokens, but {offered} were offered"
+                f"{identity}: the KV cache was sealed at {self.num_pulled} tokens, but {offered} "
+                "were offered"
             )
         for reply in self.replies:
             sealed = seal.generations[reply.first_page : reply.first_page + len(reply.generations)]
             if sealed != reply.generations:
                 raise StalePages(
-                    f"{identity}: the owner of pages from {reply.first_page} on changed: sent at "
-                    f"generations {reply.generations}, sealed at {sealed}"
+                    f"{identity}: pages from index {reply.first_page} on changed owners: "
+                    f"generations were {reply.generations} when sent, {sealed} when sealed"
                 )
 
     def stats(self) -> TransferStats:

@@ -68,7 +68,7 @@ class Sink:
             HandoverError: Any other failure.
         """
         size = self._endpoint.caches.pool.page_size
-        assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages for {offer}"
+        assert offer.num_tokens <= len(pages) * size, f"{len(pages)} pages are too few for {offer}"
         link = self._link(
             owner=offer.owner, rank_name=offer.rank_name, epoch=offer.epoch, control=control
         )
@@ -123,7 +123,9 @@ class Sink:
         """
         link = self._links.get(rank_name)
         if link is not None and link.epoch > epoch:
-            raise RankLost(f"{owner}: an offer of epoch {epoch} came after epoch {link.epoch}")
+            raise RankLost(
+                f"{owner}: got an offer of epoch {epoch} after one of epoch {link.epoch}"
+            )
         if link is None or link.epoch != epoch:
             if link is not None:
                 link.drop(f"a later epoch of {rank_name} is in use")
@@ -150,7 +152,8 @@ class Sink:
     async def _check(self, link: PeerLink, offer: m.Offer) -> None:
         if offer.protocol != PROTOCOL:
             raise LayoutMismatch(
-                f"protocol {PROTOCOL} on the decode rank, {offer.protocol} on the prefill rank"
+                f"KV transfer protocol differs: {PROTOCOL} on the decode rank, {offer.protocol} "
+                "on the prefill rank; use the same release of Tandem for both"
             )
         check_compatible(offer.caches, self._layout.compatibility_facts())
         await link.ensure_channel()
@@ -175,8 +178,8 @@ class Sink:
             if now() > give_up_at:
                 raise HandoverError(
                     f"{pull.offer.identity}: no new tokens for {patience_s} s; "
-                    f"{ready.num_tokens} of {pull.offer.num_tokens} computed, offer opened: "
-                    f"{ready.is_open}"
+                    f"{ready.num_tokens} of {pull.offer.num_tokens} computed, prompt known "
+                    f"to the prefill rank: {ready.is_open}"
                 )
 
     async def _fetch(self, pull: PullState, ready: m.PullReply) -> None:
@@ -211,4 +214,4 @@ class Sink:
         try:
             await pull.link.call("release", m.Release(identity, reason), Empty)
         except TandemError as error:
-            log.warning("lease of %s was not released, it will expire: %s", identity, error)
+            log.warning("lease of %s was not released and will expire: %s", identity, error)

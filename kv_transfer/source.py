@@ -50,11 +50,13 @@ class Source:
             "renew": (Identity, self._book.renew),
             "release": (
                 m.Release,
-                lambda message: self._end(message.identity, f"released: {message.reason}"),
+                lambda message: self._end(
+                    message.identity, f"released by the decode rank: {message.reason}"
+                ),
             ),
             "close_channel": (
                 m.CloseChannel,
-                lambda message: self._channels.drop(message.nonce, "the decode rank closed it"),
+                lambda message: self._channels.drop(message.nonce, "closed by the decode rank"),
             ),
         }
 
@@ -92,7 +94,9 @@ class Source:
         caches = self._endpoint.caches
         pool = self._endpoint.caches.pool
         most = len(pages) * pool.page_size
-        assert num_tokens <= most, f"{identity}: {num_tokens} tokens on {len(pages)} pages"
+        assert num_tokens <= most, (
+            f"{identity}: {num_tokens} tokens do not fit into {len(pages)} pages"
+        )
         now = ComputedTokens(
             num_tokens=num_tokens,
             pages=tuple(pages),
@@ -123,7 +127,8 @@ class Source:
         backend = self._endpoint.channel_factory.backend
         if message.backend != backend:
             raise HandoverError(
-                f"backend {backend!r} on the prefill rank, {message.backend!r} on the decode rank"
+                f"kv_transfer.backend differs: {backend!r} on the prefill rank, "
+                f"{message.backend!r} on the decode rank; use the same for both"
             )
         check_compatible(self._layout.compatibility_facts(), message.caches)
         address = await self._channels.accept(message)
@@ -205,14 +210,14 @@ class Source:
         if not 0 <= message.lo < message.hi <= computed.num_tokens:
             raise HandoverError(
                 f"{message.identity}: tokens [{message.lo}, {message.hi}) were requested, "
-                f"{computed.num_tokens} are computed"
+                f"but {computed.num_tokens} are computed"
             )
         num_bytes = (message.hi - message.lo) * group.bytes_per_token_all_layers
         chunk_bytes = self._endpoint.staging.chunk_bytes
         if num_bytes > chunk_bytes:
             raise HandoverError(
-                f"{message.identity}: chunk of {num_bytes} B requested, the prefill rank sends at "
-                f"most {chunk_bytes} B"
+                f"{message.identity}: a chunk of {num_bytes} B was requested, but the maximum is "
+                f" {chunk_bytes} B"
             )
         return Span(group=group, pages=computed.pages, lo=message.lo, hi=message.hi)
 

@@ -72,7 +72,7 @@ class StagingPool:
 
     def quarantine(self, buffer: Buffer, terminal: "Future[None]") -> None:
         """Free a reserved buffer once ``terminal`` of its channel resolves."""
-        assert buffer.index in self._reserved, f"staging buffer {buffer.index} is not held"
+        assert buffer.index in self._reserved, f"staging buffer {buffer.index} is not reserved"
         self._reserved.remove(buffer.index)
         self._quarantined[buffer.index] = time.monotonic()
         loop = asyncio.get_running_loop()
@@ -87,7 +87,9 @@ class StagingPool:
         """Assert that every buffer is exactly one of free, reserved and in quarantine."""
         free = [buffer.index for buffer in self._free]
         everything = sorted([*free, *self._reserved, *self._quarantined])
-        assert everything == list(range(self.num_buffers)), f"staging adds up to {everything}"
+        assert everything == list(range(self.num_buffers)), (
+            f"buffers were lost or counted twice: {everything}"
+        )
 
     def _readmit(self, buffer: Buffer) -> None:
         self._free.append(buffer)

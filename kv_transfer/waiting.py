@@ -31,10 +31,10 @@ async def open_with_deadline(make: Callable[[], Channel], timeout_s: float) -> C
     """
     making = start_in_thread(make)
     try:
-        return await _within(making, timeout_s + SLACK_S, "a channel was not set up")
+        return await _within(making, timeout_s + SLACK_S, "setting up a channel")
     except BaseException:
         if not making.done():
-            log.error("a channel is no longer waited for; the thread that sets it up is abandoned")
+            log.error("gave up setting up a channel; its thread is abandoned")
         making.add_done_callback(_abort_late)
         raise
 
@@ -46,18 +46,18 @@ async def wait_for_transfer(future: "Future[None]", channel: Channel) -> None:
         HandoverError: The transfer failed, or the backend exceeded its own timeout. In both cases
             the tensor must go into quarantine.
     """
-    await _within(future, channel.timeout_s + SLACK_S, f"channel {channel.name} hangs: no result")
+    await _within(future, channel.timeout_s + SLACK_S, f"a transfer on channel {channel.name}")
 
 
-async def _within(future: "Future[Result]", timeout_s: float, failure: str) -> Result:
+async def _within(future: "Future[Result]", timeout_s: float, work: str) -> Result:
     waiting = asyncio.wrap_future(future)
     waiting.add_done_callback(lambda late: late.cancelled() or late.exception())
     await asyncio.wait([waiting], timeout=timeout_s)
     if not waiting.done():
-        raise HandoverError(f"{failure} within {timeout_s} s")
+        raise HandoverError(f"{work} did not finish within {timeout_s} s")
     return waiting.result()
 
 
 def _abort_late(making: "Future[Channel]") -> None:
     if making.exception() is None:
-        making.result().abort("it was set up too late")
+        making.result().abort("set up after its deadline")

@@ -168,7 +168,7 @@ class PrefillEngine:
         except Exception as error:
             if is_fatal(error):
                 raise
-            log.exception("inputs of a prefill step cannot be built; its prompts fail")
+            log.exception("inputs of a prefill step cannot be built; failing its prompts")
             self.fail(error)
             self._chunks = []
             return self._build_inputs([], num_rows)
@@ -209,7 +209,7 @@ class PrefillEngine:
         """
         network = self._loaded.network
         segments = inputs.batch.segments
-        assert segments is not None, "a packed batch has segments"
+        assert segments is not None, "a prefill batch must have segments"
         drafter = self._loaded.drafter
         hidden_1TD, features_1TF = network.forward_with_taps(
             inputs.batch, self._caches, drafter.taps

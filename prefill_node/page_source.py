@@ -32,8 +32,8 @@ class PageSource:
         max_pages = self.pool.num_pages - 1
         if num_pages > max_pages:
             raise ValueError(
-                f"prompt: needs {num_pages} pages, this rank has {max_pages}; shorten it or raise "
-                "kv.num_pages"
+                f"prompt: needs {num_pages} pages, but this rank has {max_pages}; shorten it or "
+                "raise kv.num_pages"
             )
 
     def allocate(

@@ -176,6 +176,8 @@ class Scheduler:
         self._pool.check_integrity()
         queued = [*self._queue.resumed.values(), *self._queue.new.values()]
         both = [sequence.identity for sequence in [*queued, *self._waiting]]
-        assert set(both) <= self.sequences.keys(), "a dropped sequence still waits"
-        assert len(set(both)) == len(both), "a sequence waits twice"
-        assert not any(sequence.pages for sequence in queued), "one with pages waits for them"
+        assert set(both) <= self.sequences.keys(), "a dropped sequence is still in the queue"
+        assert len(set(both)) == len(both), "a sequence is in the queue twice"
+        assert not any(sequence.pages for sequence in queued), (
+            "a sequence that has pages waits for pages"
+        )

@@ -66,7 +66,9 @@ class CrashJournal:
         now = InFlightBatch(everyone, len(everyone) == 1 and steps[0].is_isolated)
         if everyone and now != self._recorded:
             data = pack(now)
-            assert len(data) <= _NUM_BYTES - _LENGTH.size, "a request id is longer than is let in"
+            assert len(data) <= _NUM_BYTES - _LENGTH.size, (
+                "the request ids do not fit into the journal"
+            )
             target[: _LENGTH.size] = _LENGTH.pack(0)
             target[_LENGTH.size : _LENGTH.size + len(data)] = data
             self._recorded = now

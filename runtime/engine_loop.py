@@ -166,7 +166,7 @@ class EngineLoop:
         try:
             end()
         except Exception:
-            log.exception("an error while the engine loop ended")
+            log.exception("a cleanup function of the engine loop failed")
 
     def _step(self, engine: SteppableEngine) -> None:
         try:
@@ -177,7 +177,7 @@ class EngineLoop:
             is_over = isinstance(error, EpochEnded) or is_fatal(error)
             if is_over or self._num_failed > MAX_FAILED_STEPS:
                 raise
-            log.exception("a step failed, and with it all of its sequences")
+            log.exception("a step failed; failing all of its sequences")
             engine.fail(error)
 
     def _wait(self) -> bool:

@@ -210,6 +210,6 @@ async def start_rank(
 def _leave(lockstep: Lockstep, loop: EngineLoop) -> None:
     """Close ``lockstep``. All graphs must be gone, because they use its collectives."""
     try:
-        assert not loop.has_engines, "programs may outlive their gang's epoch"
+        assert not loop.has_engines, "engines must be closed before the epoch ends"
     finally:
         lockstep.close()

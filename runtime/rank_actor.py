@@ -273,8 +273,8 @@ class RankActor:
         """
         if self._cluster_weights not in ("", found):
             raise ValueError(
-                f"model.path: has weights {found}, but this cluster serves "
-                f"{self._cluster_weights}; put the latter back, or end the cluster with `tandem "
+                f"model.path: has weights with digest {found}, but this cluster serves digest "
+                f"{self._cluster_weights}; restore those weights, or stop the cluster with `tandem "
                 "stop` and start it again"
             )
         self._on_start(LOADING, 0.0)  # first: the wait before it is not a stall

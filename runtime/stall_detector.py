@@ -55,7 +55,7 @@ class StallDetector:
         self._turn_started_at = self.clock()
 
     def end_turn(self) -> None:
-        assert self._turn_started_at is not None, "no turn was started"
+        assert self._turn_started_at is not None, "end_turn() was called without start_turn()"
         turn, age_s = self._last_measured
         unseen_s = MAX_MEASURE_GAP_S + (age_s if turn == self._num_turns else 0.0)
         self._recent_s.append(min(self.clock() - self._turn_started_at, unseen_s))

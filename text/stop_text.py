@@ -133,7 +133,7 @@ class AnswerText:
         Returns:
             The text that became final, and the number of ``token_ids`` that the answer keeps.
         """
-        assert not self.is_stopped, "the text has ended"
+        assert not self.is_stopped, "no tokens may follow a stop string"
         certain = ""
         for num_kept, token in enumerate(token_ids, start=1):
             self._num_tokens += 1

@@ -49,7 +49,7 @@ async def compare(options: BenchOptions, progress: Progress) -> list[ComparisonR
     Raises:
         ValueError: Some keys are invalid. Raised before the first cluster is started.
     """
-    assert options.compare, "there is something to compare"
+    assert options.compare, "compare() needs at least one setting"
     for keys in options.compare:
         load(options.config, set_options(options, keys))
     results = []
@@ -90,13 +90,18 @@ def show(console: Console, results: Sequence[ComparisonResult]) -> None:
         keys = result.keys.replace(",", ", ")
         table.add_row(keys, *("-" if value is None else f"{value:.2f}" for value in values))
     console.print(table)
-    console.print("drafts and tokens are per step, the speed-up is that of ms/token", style="dim")
+    console.print(
+        "drafts, tokens: mean per step. speed-up: ms/token of the first row / ms/token of the row.",
+        style="dim",
+    )
     best = min(results, key=lambda result: result.tpot_ms)
     if not isfinite(best.tpot_ms):
         return
     sets = " ".join(f"--set {item}" for item in set_options(BenchOptions(), best.keys))
-    console.print(f"\nfastest per token on this machine and load: {sets}", markup=False)
-    console.print("Another load (--concurrency, prompts) may need another setting.", style="dim")
+    console.print(f"\nlowest ms/token on this machine with this load: {sets}", markup=False)
+    console.print(
+        "The best setting may differ for another load (--concurrency, prompts).", style="dim"
+    )
 
 
 def as_json(options: BenchOptions, results: Sequence[ComparisonResult]) -> str:

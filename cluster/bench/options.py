@@ -45,23 +45,34 @@ class BenchOptions:
     ] = None
     burstiness: Annotated[
         float,
-        _load(min=1e-3, max=1e3, help="Gamma shape of arrival gaps: 1 Poisson, less is burstier."),
+        _load(
+            min=1e-3,
+            max=1e3,
+            help="Shape of gamma-distributed arrival gaps: 1 is Poisson, lower is burstier.",
+        ),
     ] = 1.0
     concurrency: Annotated[
         int | None, _load(min=1, max=4096, help="Closed loop: requests in flight. Default: 8.")
     ] = None
     num_requests: Annotated[
-        int, _load(min=1, max=_MAX_COUNT, help="Maximum number of requests per compared arm.")
+        int, _load(min=1, max=_MAX_COUNT, help="Maximum number of requests per compared setting.")
     ] = 64
     duration_s: Annotated[
         float,
-        _load(min=1e-3, max=_DAY_S, help="Seconds, over all runs, in which requests are sent."),
+        _load(
+            min=1e-3, max=_DAY_S, help="Total seconds in which requests are sent, over all runs."
+        ),
     ] = 300.0
     timeout_s: Annotated[
         float, _load(min=1e-3, max=_DAY_S, help="Deadline of each request in seconds.")
     ] = 120.0
     warm_up: Annotated[
-        int, _load(min=0, max=_MAX_COUNT, help="Uncounted requests that each arm sends first.")
+        int,
+        _load(
+            min=0,
+            max=_MAX_COUNT,
+            help="Warm-up requests per compared setting, excluded from the results.",
+        ),
     ] = 4
 
     workload: Annotated[
@@ -86,10 +97,15 @@ class BenchOptions:
     temperature: Annotated[float, _work(help="Sampling temperature; 0 is greedy.")] = 0.0
     seed: Annotated[
         int,
-        _work(min=0, max=2**62, help="Seed of prompts and sampling. A reused one may hit caches."),
+        _work(
+            min=0,
+            max=2**62,
+            help="Seed of prompts and sampling. Reusing a seed may hit prefix caches.",
+        ),
     ] = 0
     ignore_eos: Annotated[
-        bool, _work("--ignore-eos", help="Outputs of full length, past end-of-sequence tokens.")
+        bool,
+        _work("--ignore-eos", help="Outputs of full length: end-of-sequence tokens are ignored."),
     ] = False
 
     acceptance: Annotated[
@@ -98,7 +114,9 @@ class BenchOptions:
     ] = "strict"
     max_drafts: Annotated[
         int | None,
-        _spec(min=0, max=_MAX_COUNT, help="Maximum drafts per step. Default: the server's."),
+        _spec(
+            min=0, max=_MAX_COUNT, help="Maximum drafts per step. Default: the server's maximum."
+        ),
     ] = None
     compare_drafts: Annotated[
         str | None,
@@ -114,7 +132,11 @@ class BenchOptions:
     ] = None
     cost_ratio: Annotated[
         float | None,
-        _spec(min=0, max=100, help="Extra step time per draft, in steps. Default: measured."),
+        _spec(
+            min=0,
+            max=100,
+            help="Extra time per draft divided by the time of a step. Default: measured.",
+        ),
     ] = None
     draft_flops_ratio: Annotated[
         float,

@@ -18,7 +18,7 @@ def save_plot(path: Path, title: str, arms: Sequence[Arm]) -> None:
     first, per_token, tokens, drafts = figure.subplots(2, 2).flat
     for i, arm in enumerate(arms):
         color = f"C{i}"
-        label = "as served" if arm.max_drafts is None else f"{arm.max_drafts} drafts"
+        label = "server default" if arm.max_drafts is None else f"{arm.max_drafts} drafts"
         good = [record for record in arm.records if record.error is None]
         _plot_cdf(
             axes=first,

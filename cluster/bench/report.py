@@ -13,12 +13,12 @@ from tandem.cluster.bench.stats import Distribution, Metrics
 from tandem.core.info import ModelInfo
 
 LATENCIES = {
-    "ttft_ms": "to first token",
-    "tpot_ms": "per output token",
-    "itl_message_ms": "between messages",
-    "itl_token_ms": "between tokens",
-    "e2e_ms": "end to end",
-    "lag_ms": "generator's lag",
+    "ttft_ms": "time to first token",
+    "tpot_ms": "time per output token",
+    "itl_message_ms": "time between messages",
+    "itl_token_ms": "time between tokens",
+    "e2e_ms": "end-to-end latency",
+    "lag_ms": "load generator's lag",
 }
 
 
@@ -59,11 +59,12 @@ def show(
     if any(arm.acceptance.num_drafts for arm in arms):
         console.print()
         console.print(speculation_table(arms, ratios, options.is_alpha_known))
-        source = "measured here" if options.cost_ratio is None else "given"
+        source = "measured in this run" if options.cost_ratio is None else "from --cost-ratio"
         if ratios[0].cost_ratio is None:
-            source = "unknown: give --cost-ratio or --compare-drafts"
+            source = "unknown; use --cost-ratio or --compare-drafts"
         console.print(
-            f"model: (1 - a^(n+1)) / ((1 - a)(n c + 1)), without waiting times; c is {source}.\n"
+            "modelled speed-up: (1 - a^(n+1)) / ((1 - a)(n c + 1)) for n drafts, without waiting "
+            f"times; c is {source}.\n"
             "TPOT also includes the time that an answer waits for its hand-over.",
             style="dim",
         )
@@ -88,19 +89,19 @@ def totals(metrics: Metrics) -> str:
         f"{metrics.requests_per_s:.2f} requests/s (goodput {metrics.goodput_per_s:.2f}/s), "
         f"tokens/s: in {metrics.input_tokens_per_s:.1f}, out {metrics.output_tokens_per_s:.1f}\n"
         f"tokens: prompt {metrics.num_prompt_tokens} (cached {metrics.num_cached_tokens}), "
-        f"output {metrics.num_output_tokens}; KV moved: {metrics.kv_bytes / 1e6:.1f} MB\n"
-        f"{_steps(metrics)}\nsent {metrics.num_sent}, not sent in time {metrics.num_not_sent}, "
-        f"failed {failed or 'none'}"
+        f"output {metrics.num_output_tokens}; KV transferred: {metrics.kv_bytes / 1e6:.1f} MB\n"
+        f"{_steps(metrics)}\nrequests: sent {metrics.num_sent}, "
+        f"not sent in time {metrics.num_not_sent}, failed {failed or 'none'}"
     )
 
 
 def _steps(metrics: Metrics) -> str:
     use = metrics.use
     if metrics.host_share is None:
-        return "decode steps: the ranks do not report them"
+        return "decode steps: not reported by the ranks"
     return (
-        f"decode steps {use.num_steps:.0f}, {_number(use.step_ms)} ms each, of which the host's "
-        f"share {metrics.host_share:.1%}; preempted {use.num_preempted:.0f}"
+        f"decode steps: {use.num_steps:.0f}, {_number(use.step_ms)} ms each, host share "
+        f"{metrics.host_share:.1%}; preemptions: {use.num_preempted:.0f}"
     )
 
 
@@ -123,18 +124,18 @@ def speculation_table(
         for acceptance in acceptances
     ]
     rows: dict[str, Sequence[float | None]] = {
-        "drafts a step": [acceptance.nodes_per_step for acceptance in acceptances],
+        "drafts per step": [acceptance.nodes_per_step for acceptance in acceptances],
         "accepted length, tokens/step": [acceptance.accepted_length for acceptance in acceptances],
         "step, ms": [arm.metrics.step_ms for arm in arms],
         "acceptance a at position 1": [acceptance.first for acceptance in acceptances],
         "a fitted to accepted length": [acceptance.fitted for acceptance in acceptances],
         "alpha = E[sum min(p, q)]": alphas,
         "c, cost of a draft in steps": [ratio.cost_ratio for ratio in ratios],
-        "speed-up, model, from a at 1": [ratio.model_first for ratio in ratios],
-        "speed-up, model, from length": [ratio.model_fitted for ratio in ratios],
-        "FLOPs per token / no drafts": [ratio.operations for ratio in ratios],
-        "weight reads per token, 1 in": [ratio.reads for ratio in ratios],
-        "speed-up of TPOT, measured": [ratio.measured for ratio in ratios],
+        "modelled speed-up, position 1": [ratio.model_first for ratio in ratios],
+        "modelled speed-up, fitted a": [ratio.model_fitted for ratio in ratios],
+        "FLOPs per token vs no drafts": [ratio.operations for ratio in ratios],
+        "memory reads saved, factor": [ratio.reads for ratio in ratios],
+        "measured speed-up of TPOT": [ratio.measured for ratio in ratios],
     }
     for label, values in rows.items():
         table.add_row(label, *map(_number, values))

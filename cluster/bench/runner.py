@@ -143,7 +143,7 @@ class LoadGenerator:
         except Exception as failure:
             status = status_of(failure)
             return None, f"{status.code.name}: {status.details}"
-        raise AssertionError("a stream ends with its last piece or an error")
+        raise AssertionError("a stream must end with a Finished piece or an error")
 
 
 def _problem(finished: Finished) -> str | None:

@@ -113,7 +113,7 @@ def trace_jobs(path: Path, model: ModelInfo, max_jobs: int, seed: int) -> list[J
     num_timed = sum(job.arrival_s is not None for job in jobs)
     if not jobs or 0 < num_timed < len(jobs):
         raise ValueError(
-            f"--trace={str(path)!r}: must have jobs, and arrival_s in all lines or in none"
+            f"--trace={str(path)!r}: needs at least one job, and arrival_s in all lines or in none"
         )
     return sorted(jobs, key=lambda job: job.arrival_s or 0.0)
 

@@ -220,7 +220,7 @@ def _run_blocking(coroutine: Coroutine[Any, Any, _T]) -> _T:
     except StopIteration as end:
         result: _T = end.value
         return result
-    raise AssertionError("a blocking call was suspended")
+    raise AssertionError("a blocking call must not suspend")
 
 
 def _iterate_blocking(pieces: AsyncGenerator[_T, None]) -> Generator[_T, None, None]:

@@ -159,7 +159,7 @@ def completions_of(pieces: Iterable[Piece]) -> list[Completion]:
 
 def _completion(pieces: Sequence[Piece]) -> Completion:
     finished = pieces[-1]
-    assert isinstance(finished, Finished), f"the last piece is {finished}"
+    assert isinstance(finished, Finished), f"the last piece must be Finished, got {finished}"
     text = "".join(piece.text for piece in pieces)
     return Completion(
         text, tuple(token_id for piece in pieces for token_id in piece.token_ids), finished

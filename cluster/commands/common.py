@@ -53,8 +53,8 @@ RayAddress = Annotated[
     str | None,
     typer.Option(
         "--ray-address",
-        help="Ray cluster whose Tandem cluster is joined, or in which one is created. "
-        "auto: the Ray of this machine.",
+        help="Address of the Ray cluster in which a Tandem cluster runs or is created. "
+        "auto: the Ray cluster of this machine.",
     ),
 ]
 

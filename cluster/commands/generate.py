@@ -28,9 +28,9 @@ from tandem.core.request import ABORT, ERROR
 class GenerateCommandOptions:
     """Options of ``tandem generate``. Request options are named as in ``GenerateOptions``."""
 
-    prompt: Annotated[str | None, Argument(help="Text to continue; - or nothing reads stdin.")] = (
-        None
-    )
+    prompt: Annotated[
+        str | None, Argument(help="Text to continue. Without it, or with -, stdin is read.")
+    ] = None
     token_ids: Annotated[
         str | None, Option(metavar="1,2,3", help="Prompt as token ids, used unchanged.")
     ] = None

@@ -16,7 +16,8 @@ Gangs = Annotated[
     typer.Option(
         "--gang",
         metavar="NAME",
-        help="Gang to rebalance, such as decode-0. Repeatable. Default: all with several ranks.",
+        help="Gang to rebalance, such as decode-0. Repeatable. "
+        "Default: all gangs of several ranks.",
     ),
 ]
 
@@ -53,7 +54,10 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
                 f"--gang={wrong[0]}: no ready gang of several ranks; use one of {known}",
             )
         if not known:
-            fail("NOT_FOUND", f"no gang of several ranks is ready in the Ray at {ray_address}")
+            fail(
+                "NOT_FOUND",
+                f"no gang of several ranks is ready in the Ray cluster at {ray_address}",
+            )
         with show_progress() as show:
             for name in names or known:
                 show(f"{name}: moving experts if that improves the balance")
@@ -65,7 +69,5 @@ async def _rebalance(ray_address: str, names: list[str], as_json: bool) -> None:
 
 
 def _format_result(result: "RebalanceResult") -> str:
-    now = f"now {result.after:.3f}" if result.is_moved else "not moved"
-    return (
-        f"{result.gang}: {result.num_rows} expert rows counted, balance {result.before:.3f}, {now}"
-    )
+    now = f"now {result.after:.3f}" if result.is_moved else "experts not moved"
+    return f"{result.gang}: balance {result.before:.3f} over {result.num_rows} expert rows, {now}"

@@ -90,4 +90,4 @@ async def _serve(config: Path | None, sets: list[str] | None, ray_address: str |
     except asyncio.CancelledError:
         if signals.is_ready:
             raise
-        print("stopped before it was ready", file=sys.stderr, flush=True)
+        print("the server was stopped before it was ready", file=sys.stderr, flush=True)

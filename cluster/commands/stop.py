@@ -32,5 +32,5 @@ async def _stop(ray_address: str, deadline_s: float, as_json: bool) -> None:
     async with ray_session.ray_session(ray_address):
         names = await members.stop_cluster(deadline_s)
     if not names:
-        fail("NOT_FOUND", f"no cluster runs in the Ray at {ray_address}")
+        fail("NOT_FOUND", f"no Tandem cluster runs in the Ray cluster at {ray_address}")
     print(json.dumps({"stopped": names}) if as_json else f"stopped {', '.join(names)}")

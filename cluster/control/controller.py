@@ -62,7 +62,9 @@ class Controller:
         try:
             ray.get_runtime_context().current_actor.ensure_adopted.remote()
         except Exception:  # Ray never restarts an actor whose creation failed
-            log.exception("existing ranks are adopted only with the first call")
+            log.exception(
+                "adopting existing ranks is delayed until the first call to the controller"
+            )
 
     async def ensure_adopted(self) -> None:
         """Adopt the ranks that exist already, once. Retry until it succeeds.
@@ -74,7 +76,7 @@ class Controller:
                 try:
                     await self._adopt_ranks()
                 except Exception:
-                    log.exception("existing ranks cannot be adopted yet; trying again")
+                    log.exception("adopting existing ranks failed; trying again")
                     await asyncio.sleep(POLL_S)
 
     async def attach(self, config_json: str) -> bytes:
@@ -134,8 +136,8 @@ class Controller:
         differing = [] if self._config is None else config_differences(self._config, config)
         if differing and not self._may_be_replaced():
             raise ValueError(
-                f"config: differs from the cluster that runs in this Ray: {'; '.join(differing)}; "
-                "use its values, or stop it with `tandem stop`"
+                f"config: differs from that of the running cluster: {'; '.join(differing)}; "
+                "use the same values, or stop that cluster with `tandem stop`"
             )
         if differing:
             await self._stop(config.control.stop_timeout_s)
@@ -194,7 +196,7 @@ class Controller:
         adopted = [state for gang in gangs.values() for state in gang]
         names = {state.spec.process_name for state in adopted}
         for rank in [rank for rank in ranks if rank.name not in names]:
-            log.warning("%s belongs to no gang that can be adopted: killed", rank.name)
+            log.warning("%s belongs to no gang that can be adopted; killing it", rank.name)
             rank.kill()
         await asyncio.to_thread(remove_placement_groups, [state.spec for state in adopted])
         placed = {}
@@ -221,7 +223,7 @@ class Controller:
         for name in (
             await run_in_thread(find_draining_gangs) & self._gangs.keys()
         ) - self._relocating_gangs:
-            log.warning("%s: Ray drains its machine; moving it to another", name)
+            log.warning("%s: Ray is draining a machine of this gang; moving the gang away", name)
             self._relocating_gangs.add(name)
             self._background.start(self._relocate(name, self._gangs[name]))
 
@@ -257,5 +259,5 @@ async def _answer_or_none(rank: RayRank, answer: Awaitable[Answer]) -> Answer | 
         async with asyncio.timeout(ADOPTION_TIMEOUT_S):
             return await answer
     except (TandemError, TimeoutError) as error:
-        log.warning("%s does not answer and may not be adopted: %s", rank.name, error)
+        log.warning("%s does not answer, so it might not be adopted: %s", rank.name, error)
         return None

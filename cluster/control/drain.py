@@ -33,7 +33,7 @@ async def drain_and_restart(
     )
     if count_sequences(supervisor):
         log.warning(
-            "%s: %d sequences have not ended in time and migrate to other ranks",
+            "%s: %d sequences did not end in time and migrate to other ranks",
             supervisor.gang.name,
             count_sequences(supervisor),
         )

@@ -123,7 +123,7 @@ def check_states(states: Sequence[RankState]) -> None:
         if len(states) > 1 and late.engine_progress is not None:
             position = late.engine_progress.position
             text = (
-                f"{late.spec.epoch_name} holds up its gang at {position}: "
+                f"{late.spec.epoch_name} keeps its gang waiting at {position}: "
                 f"a rank has been {stuck[0]}"
             )
         raise EpochOver(RankLost(text), late.spec.rank)

@@ -143,7 +143,7 @@ class RayMachines:
                     return unpack(CrashReport, data)
                 return await asyncio.to_thread(_read_crash_report_remotely, state)
         except Exception as error:
-            log.warning("%s: no crash report: %r", state.spec.epoch_name, error)
+            log.warning("%s: cannot read its crash report: %r", state.spec.epoch_name, error)
             return CrashReport()
 
     async def release_placement_group(self, gang: str) -> None:

@@ -78,7 +78,9 @@ class RayMembers:
                 log.error("the cluster was stopped")
                 await asyncio.Event().wait()
             except (RayError, TandemError, ValueError) as error:
-                log.warning("the controller's membership is unknown, trying again: %s", error)
+                log.warning(
+                    "cannot get the cluster membership from the controller, trying again: %s", error
+                )
                 await asyncio.sleep(RETRY_PAUSE_S)
         return self.membership
 
@@ -162,7 +164,7 @@ async def stop_cluster(deadline_s: float) -> list[str]:
         finally:
             ray.kill(controller)
     except (ValueError, TimeoutError, RayError) as error:
-        log.warning("the controller did not stop the ranks, killing them: %s", error)
+        log.warning("the controller failed to stop the ranks, killing them: %s", error)
     for rank in await run_in_thread(find_ranks):
         rank.kill()
     await run_in_thread(remove_placement_groups)

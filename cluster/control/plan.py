@@ -127,10 +127,10 @@ def no_capacity_message(plan: GangPlan, machines: Sequence[Machine]) -> str:
         )
         return (
             f"{section}.node_group={plan.group!r}: {plan.name} needs a machine of this group, and "
-            f"this Ray has none; its groups are {known_groups} (Ray's label {GROUP_LABEL}, on "
-            "Kubernetes the worker group)"
+            f"this Ray cluster has none; its groups are {known_groups} (Ray's label "
+            f"{GROUP_LABEL}, on Kubernetes the worker group)"
         )
-    where = "this Ray" if plan.group is None else f"group {plan.group!r}"
+    where = "this Ray cluster" if plan.group is None else f"group {plan.group!r}"
     wants = [
         f"{num:g} {name} for each of {plan.num_ranks} ranks ("
         f"{sum(m.free.get(name, 0) for m in machines_of_group):g} of "

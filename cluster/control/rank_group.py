@@ -113,8 +113,8 @@ class RankGroup:
                 suspicion = str(over)
         if suspicion:
             text = (
-                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s, after a "
-                f"report: {suspicion}"
+                f"rank {silent[0]}: no answer for {self.control.stall_timeout_s:g} s after a "
+                f"failure was reported: {suspicion}"
             )
             raise EpochOver(RankLost(text), *silent)
         return ()
@@ -181,7 +181,7 @@ class RankGroup:
                 return await asyncio.gather(*(rank.expert_rows() for rank in self.handles.values()))
         except (RankLost, TimeoutError) as error:
             raise RankLost(
-                f"{self.plan.name} does not report its expert rows: {error!r}"
+                f"{self.plan.name} did not report its numbers of rows per expert: {error!r}"
             ) from error
 
     async def leave(self) -> None:
@@ -225,7 +225,10 @@ class RankGroup:
                 self._num_unanswered[rank] = 0
         except Exception as error:
             log.warning(
-                "%s, rank %d did not leave its epoch, killing it: %r", self.plan.name, rank, error
+                "%s, rank %d cannot be reset for the next epoch, killing it: %r",
+                self.plan.name,
+                rank,
+                error,
             )
             self.kill([rank])
 
@@ -247,8 +250,9 @@ class RankGroup:
                     # The rank started to load before the cluster's weights were known.
                     raise EpochOver(
                         RankLost(
-                            f"{answer.spec.epoch_name}: loaded weights {answer.weights}, but "
-                            f"its cluster serves weights {self.weights.digest}"
+                            f"{answer.spec.epoch_name}: loaded weights with digest "
+                            f"{answer.weights}, "
+                            f"but its cluster serves weights with digest {self.weights.digest}"
                         ),
                         rank,
                     )

@@ -99,7 +99,7 @@ class Admission:
     def get_gateway(self) -> "ClusterGateway":
         """Return the gateway. Raises ``Draining`` if none is attached yet."""
         if self.gateway is None:
-            raise Draining("the server is still starting; try again in a while")
+            raise Draining("the server is still starting; try again later")
         return self.gateway
 
     def is_serving(self) -> bool:
@@ -149,7 +149,7 @@ class Admission:
             answers = stream.answers = gateway.start_answers(request)
             num_kb = MAX_UNREAD_ANSWER_BYTES >> 10
             answers.on_backlog_full = lambda: stream.end(
-                f"the client left more than {num_kb} kB of the answer unread; resume it"
+                f"the client left more than {num_kb} kB of the answer unread; resume the answer"
             )
             if stream.is_aborted:
                 answers.abort()
@@ -237,7 +237,7 @@ class Admission:
                     f"request_id={name!r}: a request with this id is running; "
                     "use another id or leave it empty"
                 )
-            earlier.end("the client called again, and the new stream replaces this one")
+            earlier.end("a newer call with the same request id replaced this stream")
             await asyncio.wait([earlier.closed])
         if self._is_draining:
             raise Draining("the server is shutting down and takes no new requests")

@@ -150,9 +150,9 @@ class Answer:
 
     def make_finished(self) -> Finished:
         """Return the last piece of the finished answer."""
-        assert self.finish_reason is not None, "the answer goes on"
+        assert self.finish_reason is not None, "the answer has not ended yet"
         request = self.request
-        assert request.sampling.seed is not None, "a seed is given at admission"
+        assert request.sampling.seed is not None, "admission must have set a seed"
         return Finished(
             index=self.index,
             finish_reason=self.finish_reason,

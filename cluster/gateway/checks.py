@@ -138,7 +138,7 @@ def check_request(raw_request: RawRequest, model: ModelInfo, tokenizer: "Tokeniz
     ):
         refuse("sampling.temperature", 0, _ONLY_SAMPLED)
     if request.output_ids and request.sampling.n > 1:
-        remedy = "answers are resumed one by one; use n=1 with the seed of that answer"
+        remedy = "a request can resume only one answer; use n=1 and the seed of that answer"
         refuse("sampling.n", request.sampling.n, remedy)
     request = replace(request, sampling=_with_stop_ids(raw_request.sampling, model, tokenizer))
     _check_min_tokens(request, model)

@@ -21,7 +21,7 @@ _GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
         lambda heartbeat: heartbeat.load.num_active_rows,
     ),
     "rank_waiting": (
-        "Sequences that wait on a rank for a row.",
+        "Sequences that wait on a rank for a free batch row.",
         lambda heartbeat: heartbeat.num_waiting,
     ),
     "rank_prompt_tokens": (
@@ -29,17 +29,20 @@ _GAUGES: dict[str, tuple[str, Callable[[Heartbeat], float]]] = {
         lambda heartbeat: heartbeat.num_tokens_left,
     ),
     "rank_leases": (
-        "Offers that a prefill rank holds, or pulls of a decode rank.",
+        "Open KV hand-overs: offers of a prefill rank, pulls of a decode rank.",
         lambda heartbeat: heartbeat.load.num_open_leases,
     ),
-    "rank_channels": ("Connections to other ranks.", lambda heartbeat: heartbeat.load.num_channels),
+    "rank_channels": (
+        "Open KV transfer channels to other ranks.",
+        lambda heartbeat: heartbeat.load.num_channels,
+    ),
     "rank_quarantined": (
-        "Staging buffers kept until their connection has ended.",
+        "Staging buffers of failed transfers, not reusable yet.",
         lambda heartbeat: heartbeat.load.num_quarantined,
     ),
 }
 _COUNTERS = {
-    "rank_steps": ("Steps of a rank in this epoch.", "num_steps"),
+    "rank_steps": ("Steps that a rank has run in this epoch.", "num_steps"),
     "rank_step_seconds": (
         "Total duration of the steps of a rank in this epoch, in seconds.",
         "step_s",
@@ -77,7 +80,7 @@ def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
     num_waiting = sum(map(len, gateway.open_answers)) - num_running
     yield gauge(
         name="num_requests_running",
-        text="Answers that have a token.",
+        text="Unfinished answers that have at least one token.",
         labels=(),
         samples=[((), num_running)],
     )
@@ -90,7 +93,7 @@ def collect_cluster_metrics(admission: Admission) -> Iterator[Metric]:
     migrations = [([reason], num) for reason, num in gateway.migrations.items()]
     yield counter(
         name="migrations",
-        text="Attempts whose answer migrated to other ranks.",
+        text="Attempts after which the answer migrated to other ranks.",
         labels=["reason"],
         samples=migrations,
     )
@@ -126,7 +129,10 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
     )
     up = [(names, float(rank.liveness.is_well)) for names, rank in ranks]
     yield gauge(
-        name="rank_up", text="1 while a rank gets requests.", labels=RANK_LABELS, samples=up
+        name="rank_up",
+        text="1 while requests are routed to a rank.",
+        labels=RANK_LABELS,
+        samples=up,
     )
     ratios = balance_ratios(fleet.ranks.values())
     gangs = [(names, rank.info.spec.gang) for names, rank in ranks]
@@ -134,13 +140,13 @@ def rank_metrics(fleet: Fleet) -> Iterator[Metric]:
     info = [((*names, rank.info.kernels), 1.0) for names, rank in ranks]
     yield gauge(
         name="rank_info",
-        text="1; the label kernels names what computes the steps of a rank.",
+        text="Always 1; the label kernels names the kernels that a rank uses.",
         labels=(*RANK_LABELS, "kernels"),
         samples=info,
     )
     yield gauge(
         name="balance_ratio",
-        text="Mean expert rows per rank divided by the maximum, in a gang.",
+        text="Expert load of a gang: mean rows per rank divided by the maximum.",
         labels=RANK_LABELS,
         samples=balances,
     )
@@ -151,7 +157,7 @@ def gang_metrics(fleet: Fleet) -> Iterator[Metric]:
     states = [((gang.name, gang.kind, gang.state), 1.0) for gang in fleet.membership.gangs]
     yield gauge(
         name="gang_state",
-        text="1; the label state names the state that a gang is in.",
+        text="Always 1; the label state names the current state of a gang.",
         labels=(*GANG_LABELS, "state"),
         samples=states,
     )

@@ -155,7 +155,7 @@ class Fleet:
         while rank.liveness.phase is LivenessPhase.SUSPECT and not await rank.is_reachable():
             await retries.pause()
         if rank.liveness.apply_event(LivenessEvent.CALL_ANSWERED):
-            log.warning("%s answers again and gets requests", rank.epoch_name)
+            log.warning("%s answers again; it gets requests again", rank.epoch_name)
 
     def _report(self, rank: RankHandle, error: Exception) -> None:
         log.warning("%s is lost and gets no requests until it answers: %s", rank.epoch_name, error)
@@ -211,7 +211,7 @@ class Fleet:
         if not (other_digests := {info.model.digest for info in gang.members} - {self._digest}):
             return gang
         cause = (
-            f"the gang serves model {', '.join(other_digests)}, this server has {self._digest}; "
-            "restart this server"
+            f"the gang serves model {', '.join(other_digests)}, but this server has "
+            f"{self._digest}; restart this server"
         )
         return replace(gang, state=LOST, members=(), startup_notes=(cause,))

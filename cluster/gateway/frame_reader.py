@@ -61,7 +61,9 @@ async def follow_rank(
                         retries=retries,
                     )
             except Exception as error:
-                log.warning("%s sends no frames: %s", rank.epoch_name, error)
+                log.warning(
+                    "%s: waiting for heartbeats and tokens failed: %s", rank.epoch_name, error
+                )
                 if rank.liveness.mark_lost(error):
                     on_lost(rank, error)
             await retries.pause()
@@ -105,7 +107,7 @@ async def _read_frames(
                     stall_threshold_s = rank.on_heartbeat(frame.heartbeat)
                     retries.reset()
                 silence.reschedule(now() + heartbeat_s + stall_threshold_s)
-        raise RankLost(f"{rank.epoch_name} closed its stream of frames")
+        raise RankLost(f"{rank.epoch_name} closed its stream of tokens")
     except TimeoutError:
         raise RankLost(f"{rank.epoch_name} sent no heartbeat for {stall_threshold_s:g} s") from None
     finally:

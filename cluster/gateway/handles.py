@@ -164,7 +164,7 @@ class RankHandle:
         if heartbeat.engine_progress.is_stalled:
             raise RankLost(f"{self.epoch_name}: the engine has been {heartbeat.engine_progress}")
         if self.liveness.apply_event(LivenessEvent.HEARTBEAT):
-            log.warning("%s answers heartbeats again and gets requests", self.epoch_name)
+            log.warning("%s answers heartbeats again; it gets requests again", self.epoch_name)
         answered.set()
         return heartbeat.engine_progress.stall_threshold_s
 

@@ -38,7 +38,9 @@ class TokeniserThread:
             Overloaded: Too much text is waiting already.
         """
         if self.num_chars and self.num_chars + num_chars > MAX_CHARS:
-            raise Overloaded(f"{self.num_chars} characters of other requests are being tokenised")
+            raise Overloaded(
+                f"the tokeniser is busy with {self.num_chars} characters of other requests"
+            )
         self.num_chars += num_chars
         loop = asyncio.get_running_loop()
         posted = self._executor.submit(work)

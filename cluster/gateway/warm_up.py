@@ -45,8 +45,8 @@ class WarmUp:
             return ""
         partner = self.ranks[0].info.spec.label
         if self.failure is None:
-            return f"no hand-over from {partner} yet: warming up"
-        return f"no hand-over from {partner}: {str(self.failure).partition(chr(10))[0]}"
+            return f"warming up: no KV hand-over from {partner} yet"
+        return f"KV hand-over from {partner} failed: {str(self.failure).partition(chr(10))[0]}"
 
     async def _run(self) -> None:
         while not (self.is_warm or self.is_refused):

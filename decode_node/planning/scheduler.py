@@ -85,12 +85,12 @@ class Scheduler:
         limits = RequestLimits(size, self._num_pages(num_tokens + budget), size.num_output + budget)
         if limits.max_pages > max_pages:
             raise ValueError(
-                f"max_tokens: prompt and answer need {limits.max_pages} pages, this rank has "
+                f"max_tokens: prompt and answer need {limits.max_pages} pages, but this rank has "
                 f"{max_pages}; lower max_tokens or raise kv.num_pages"
             )
         if not size.is_resumed and len(self.queue.new) >= MAX_WAITING:
             raise Overloaded(f"{len(self.queue.new)} requests already wait for a decode row")
-        assert identity not in self.sequences, f"{identity} was granted already"
+        assert identity not in self.sequences, f"{identity} already has a decode row"
         self.queue.add(identity, limits, size.is_resumed)
 
     def grant(self) -> list[Identity]:
@@ -267,12 +267,16 @@ class Scheduler:
         owners = [*self.sequences.values(), *self._ending]
         rows = self._free_rows + [s.row for s in owners]
         assert sorted(rows) == list(range(len(self._running_by_row))), (
-            f"rows lost or doubled: {rows}"
+            f"each row must be free or have one owner, got rows {rows}"
         )
-        assert all(s.num_in_flight for s in self._ending), "an ended row is kept"
+        assert all(s.num_in_flight for s in self._ending), (
+            "an ended sequence without a step in flight keeps its row"
+        )
         owned = [p for s in owners for p in s.pages if self._pool.refcount(p) == 1]
-        assert len(owned) == len(set(owned)), "two sequences own one page"
-        assert {*self.running} == {*filter(None, self._running_by_row)}, "not those that run"
+        assert len(owned) == len(set(owned)), "two sequences own the same page"
+        assert {*self.running} == {*filter(None, self._running_by_row)}, (
+            "the rows do not match the running sequences"
+        )
         assert not self.sequences.keys() & {*self.queue.resumed, *self.queue.new}, (
-            "a granted one waits"
+            "a sequence that has a row is still in the queue"
         )

@@ -81,7 +81,7 @@ class HostDraftRunner:
             self.num_draftless_steps += 1
             if self.num_draftless_steps.bit_count() == 1:
                 log.exception(
-                    "drafting failed: a step runs without drafts (%d so far)",
+                    "drafting failed, so a step runs without drafts (%d such steps so far)",
                     self.num_draftless_steps,
                 )
         return none

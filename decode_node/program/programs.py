@@ -95,7 +95,7 @@ class Programs:
             else []
         )
         status += (
-            [f"{lost} steps without drafts"]
+            [f"{lost} steps without drafts (drafting failed)"]
             if (lost := self._host_drafts.num_draftless_steps)
             else []
         )
@@ -147,7 +147,7 @@ class Programs:
         compute = partial(self._compute, key, step.num_pages)
         if program_id is None:
             return Eager(compute)
-        assert step.num_pages is None, "page tables of kept programs are whole"
+        assert step.num_pages is None, "a kept program must use whole page tables"
         self.functions[program_id] = key, self._loaded.kernels.make_replayable(compute)
         return self.functions[program_id][1]
 

@@ -165,7 +165,7 @@ class Rows:
         rows = select_rows(replace(self._table, page_table_BP=pages_BP), read_B)
         rules = None
         if traits.has_logit_rules:
-            assert self._logit_rules is not None, "no row has rules"
+            assert self._logit_rules is not None, "has_logit_rules is set, but no row has rules"
             rules = select_rows(self._logit_rules, read_B)
         sampler = self._loaded.kernels
         all_greedy = traits.all_greedy
@@ -185,7 +185,7 @@ class Rows:
             table=self._drafter_table, rows_B=write_B, num_known_B=new.num_known_B, emitted=emitted
         )
         if traits.has_logit_rules:
-            assert self._logit_rules is not None, "no row has rules"
+            assert self._logit_rules is not None, "has_logit_rules is set, but no row has rules"
             count_emitted(
                 rules=self._logit_rules,
                 rows_B=write_B,

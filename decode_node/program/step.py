@@ -70,7 +70,7 @@ def decode_step(
     Calls the drafter unless ``host_drafts`` are given.
     """
     assert (rows.sampling.rules is not None) == key.traits.has_logit_rules, (
-        "rules come if a row has some"
+        "logit rules must be given if, and only if, a row has some"
     )
     drafts = (
         draft(
@@ -137,7 +137,7 @@ def draft(
 ) -> Drafts:
     """Call the drafter for the selected ``rows`` and return its drafts."""
     state = rows.state
-    assert rows.rows_B is not None, "rows are selected"
+    assert rows.rows_B is not None, "rows must be selected before drafting"
     rule_args = key.traits.rule_names, rows.acceptance.rule_B
     sampling = rows.sampling, state.num_output_B
     known = state.last_B1, state.num_known_B, rows.page_table_BP, rows.real_B

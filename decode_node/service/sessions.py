@@ -53,4 +53,6 @@ class Sessions:
         return orphans
 
     def check_integrity(self) -> None:
-        assert set(self._owners.values()) <= self._renewed_at.keys(), "an ended session owns"
+        assert set(self._owners.values()) <= self._renewed_at.keys(), (
+            "an ended session still owns sequences"
+        )

@@ -229,7 +229,9 @@ class ModelConfig:
         per_group, rest = divmod(num_experts, num_groups)
         is_too_small = self.topk_method == "noaux_tc" and num_groups > 1 and per_group < 2
         eligible = per_group * num_kept
-        of_all = f"the experts in topk_group = {num_kept} of n_group = {num_groups} groups"
+        of_all = (
+            f"the number of experts in topk_group = {num_kept} of n_group = {num_groups} groups"
+        )
         for name, is_wrong, remedy in (
             ("hidden_size", self.hidden_size % 8, "must be a multiple of 8"),
             ("moe_intermediate_size", self.moe_intermediate_size % 8, "must be a multiple of 8"),

@@ -107,7 +107,7 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
         if key in values and values[key] != value:
             problems.append(
                 f"{names[key]} = {values[key]!r:.80} and {name} = {value!r:.80}: two spellings "
-                "of one key, but different values; keep the right one"
+                "of one key, but different values; keep the correct one"
             )
         values.setdefault(key, value)
         names.setdefault(key, name)
@@ -116,7 +116,7 @@ def normalize_keys(raw: JsonObject) -> NormalizedConfig:
     ]
     problems += [
         f"{names[key]} = {values[key]!r:.80}: is in only one of rope_scaling and rope_parameters; "
-        "keep the right one of these sections"
+        "keep the correct one of these sections"
         for key in sorted(sections[0] ^ sections[1])
         if all(sections) and not (key == "rope_theta" and raw.get(key))
     ]
@@ -157,7 +157,7 @@ def find_unsupported(
 def _remark(key: str, expected: JsonObject) -> str:
     """Return a note with the value at which the key would be harmless, "" if there is none."""
     right = " + ".join(HARMLESS_AS.get(key, (key.rpartition(".")[2],)))
-    return f" ({right} = {expected[key]!r} would be harmless)" if key in expected else ""
+    return f" ({right} = {expected[key]!r} would not change the model)" if key in expected else ""
 
 
 def _flat(raw: JsonObject, section: str = "") -> Iterator[tuple[str, Any]]:

@@ -38,7 +38,10 @@ def usable_ids(values: Iterable[Any], vocab_size: Any, origin: object) -> list[A
     beyond = [token_id for token_id in ids if are_numbers and not 0 <= token_id < vocab_size]
     if beyond:
         log.warning(
-            "%s: eos_token_id %s ignored: not below vocab_size = %s", origin, beyond, vocab_size
+            "%s: eos_token_id %s ignored: not in the vocabulary of %s tokens",
+            origin,
+            beyond,
+            vocab_size,
         )
     return [
         token_id

@@ -40,7 +40,7 @@ class CheckpointFiles(ExitStack):
                 for file in set(self._file_of.values())
             }
         except OSError as error:
-            raise ValueError(f"{path}: a file of weights cannot be opened: {error}") from None
+            raise ValueError(f"{path}: a weight file cannot be opened: {error}") from None
         self._open: dict[str, safe_open] = {}
         self._num_bytes = sum(file.seek(0, SEEK_END) for file in self._files.values())
         self._num_read = 0

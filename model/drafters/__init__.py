@@ -89,7 +89,8 @@ def _create_merged(
     )
     if other in NOT_MERGEABLE or other not in CHAIN_DRAFTERS:
         raise ValueError(
-            f"speculation.drafter: {spec_config.drafter!r} cannot be merged; use one of {may}"
+            f"speculation.drafter: {spec_config.drafter!r} cannot be merged with the n-gram "
+            f"drafter; use one of {may}"
         )
     if spec_config.max_tree_nodes is not None:
         raise ValueError(

@@ -124,7 +124,7 @@ def read_config(
     main_config = read_json(main / CONFIG)
     if not file.is_file():
         raise ValueError(
-            f"{file}: no such file; set speculation.draft_model_path to the folder of a head"
+            f"{file}: no such file; set speculation.draft_model_path to the folder of a draft head"
         )
     raw = read_json(file)
     for name in _NESTED_SECTIONS:

@@ -93,7 +93,7 @@ class MidLayer(nn.Module):
         ``x_XD``."""
         attended_XD = self.self_attn(x_XD, batch, cache, angles)
         before_XD, normed_XD = self.post_attention_layernorm.add(before_XD, attended_XD)
-        assert self.mlp is not None, "who writes entries alone has no MLP"
+        assert self.mlp is not None, "this layer only writes cache entries and has no MLP"
         after_XD: Tensor = before_XD + self.mlp(normed_XD)
         return after_XD
 

@@ -32,7 +32,7 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix != ".safetensors":
             tensors = dict(torch.load(file, map_location="cpu", weights_only=True))
             if not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-                raise TypeError("not only tensors")
+                raise TypeError("the file must contain only tensors")
             return tensors
         return load_file(file)
     except Exception as error:
@@ -48,7 +48,7 @@ def pop_tensor(file: Path, tensors: dict[str, Tensor], name: str, *shape: int) -
     tensor = tensors.pop(name)
     if tensor.shape != shape:
         raise ValueError(
-            f"{file}: {name} has shape {(*tensor.shape,)}, this model needs {shape}; use heads "
+            f"{file}: {name} has shape {(*tensor.shape,)}, but this model needs {shape}; use heads "
             "that were trained for it"
         )
     return tensor

@@ -82,8 +82,8 @@ class MedusaDrafter(Drafter):
             )[: spec_config.max_tree_nodes]
         if deep := next((path for path in choices if len(path) > len(heads)), None):
             raise ValueError(
-                f"speculation.medusa_choices: path {[*deep]} needs {len(deep)} heads, but there "
-                f"are {len(heads)}; shorten it"
+                f"speculation.medusa_choices: path {[*deep]} needs {len(deep)} heads, but the file "
+                f"has {len(heads)}; shorten the path"
             )
         used = heads if checkpoint.may_draft else []
         return cls(used, choices, checkpoint.config.hidden_size, checkpoint.device)

@@ -78,7 +78,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint, shared: Linear) -> list[Med
         heads.append(MedusaHead(blocks, own_head, shared))
     if tensors or not heads:
         some = ", ".join(sorted(tensors)[:3]) or "none"
-        raise ValueError(f"{file}: does not hold Medusa heads; unknown tensors: {some}")
+        raise ValueError(f"{file}: is not a file of Medusa heads; unknown tensors: {some}")
     return heads
 
 

@@ -291,7 +291,7 @@ def shift_tokens(batch: Batch, next_G: Tensor) -> Batch:
     ``next_G`` is the token after the last one of each segment. If it is UNKNOWN_TOKEN, the
     segment's last row writes no cache entry.
     """
-    assert batch.segments is not None, "only prefill batches are shifted"
+    assert batch.segments is not None, "shift_tokens needs a prefill batch"
     last_G = batch.segments.ends_G - 1
     next_ids_1T = batch.token_ids_BQ.roll(-1, 1)
     next_ids_1T[0, last_G] = next_G

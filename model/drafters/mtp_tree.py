@@ -48,7 +48,9 @@ class MtpTreeDrafter(MtpDrafter):
         """Load the drafter as for chains. Also raises ValueError if the beam search cannot yield
         trees of ``speculation.max_tree_nodes``."""
         drafter = super().load(checkpoint, network, spec_config)
-        assert spec_config.max_tree_nodes is not None, "or chains are drafted"
+        assert spec_config.max_tree_nodes is not None, (
+            "tree drafting needs speculation.max_tree_nodes"
+        )
         top_k = spec_config.top_k
         num_later = spec_config.max_depth - 1
         most = top_k + num_later * top_k**2

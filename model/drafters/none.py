@@ -21,5 +21,7 @@ class NoDrafter(Drafter):
         catch_up_width: int,
         caches: Caches,
     ) -> Drafts:
-        assert draft_shape.num_nodes == 0, f"no drafter can give {draft_shape.num_nodes} drafts"
+        assert draft_shape.num_nodes == 0, (
+            f"the drafter 'none' cannot make {draft_shape.num_nodes} drafts"
+        )
         return Drafts(context.last_B1[:, :0])

@@ -99,6 +99,5 @@ def _check_free_memory() -> None:
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info()[0] < MIN_FREE_SHARE * num_bytes:
             raise CaptureError(
-                f"less than {MIN_FREE_SHARE:.0%} of the {num_bytes / 1e9:.1f} GB on the GPU are "
-                "free"
+                f"less than {MIN_FREE_SHARE:.0%} of the {num_bytes / 1e9:.1f} GB on the GPU is free"
             )

@@ -27,7 +27,9 @@ class Recorded:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self._tape is None:
             return self._record(inputs)
-        assert [tensor.shape for tensor in inputs] == self._shapes, "recorded for other shapes"
+        assert [tensor.shape for tensor in inputs] == self._shapes, (
+            "the program was recorded for other input shapes"
+        )
         return tuple(self._tape.play(list(inputs)))
 
     @property

@@ -122,7 +122,7 @@ class GangLockstep(Lockstep):
                 lambda: step in self._plans or self._end_reason, timeout_s
             )
             if step not in self._plans:
-                late = f"no plan came from the planner within {timeout_s:g} s"
+                late = f"the planner sent no plan within {timeout_s:g} s"
                 raise EpochEnded(
                     f"{self._name}, step {step}: {self._end_reason if has_plan_or_end else late}"
                 )

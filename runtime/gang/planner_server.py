@@ -81,7 +81,7 @@ class PlannerServer:
                 self._run_round(rounds, proposal)
         except OSError as error:
             if not self._is_closed:
-                log.info("the planner ends with the epoch: %r", error)
+                log.info("the planner stops because the epoch has ended: %r", error)
         except Exception:
             log.exception("the planner failed, which ends the epoch")
         finally:

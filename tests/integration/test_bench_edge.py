@@ -245,10 +245,18 @@ def test_the_json_is_the_last_line_and_the_file(address: str, tmp_path: Path) ->
 def test_the_table_has_the_figures_and_the_model(address: str) -> None:
     done = tandem("bench", "--address", address, *SMALL, "--rate", "500", "--cost-ratio", "0.25")
     assert done.returncode == 0, done.stderr
-    for word in ("to first token", "between tokens", "6 answers", "failed none", "100.0% 100.0%"):
+    for word in (
+        "time to first token",
+        "between tokens",
+        "6 answers",
+        "failed none",
+        "100.0% 100.0%",
+    ):
         assert word in done.stdout
     # a = 1 at position 1 and three drafts: 4 / (3 * 0.25 + 1)
-    assert "2.29" in next(x for x in done.stdout.splitlines() if "model, from a at 1" in x)
+    assert "2.29" in next(
+        x for x in done.stdout.splitlines() if "modelled speed-up, position 1" in x
+    )
 
 
 def test_a_trace_of_text_is_sent_as_it_is(address: str, tmp_path: Path) -> None:

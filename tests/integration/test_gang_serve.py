@@ -140,7 +140,7 @@ def test_a_layout_that_has_no_room_says_what_is_missing(head: RayHead, server: S
     assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
     ran = tandem("serve", *args, "--set", "decode.dp_size=8", env=head.env)
     assert ran.returncode == 1
-    assert "1 CPU for each of 8 ranks, of 6 in this Ray" in ran.stderr, ran.stderr
+    assert "1 CPU for each of 8 ranks, of 6 in this Ray cluster" in ran.stderr, ran.stderr
     assert tandem("stop", "--ray-address", head.address, env=head.env).returncode == 0
     with serving(*SETS, head=head) as again:
         serve_exactly(again, 2, seed=53)

@@ -193,7 +193,7 @@ async def test_ranks_make_programs_together_and_replay_them_all_or_none(
         await cluster.check_empty()
     assert not any(program.functions for program in programs)
     assert left == {0: 0, 1: 0}, "before their group ends"
-    assert "while the engine loop ended" not in caplog.text
+    assert "cleanup function of the engine loop failed" not in caplog.text
 
 
 @pytest.mark.parametrize("where", ["before", "after"])

@@ -47,7 +47,7 @@ async def test_one_pair_that_cannot_work_does_not_keep_a_gateway_from_starting(
             assert status.state == DEGRADED
             causes = {rank.name: rank.cause for rank in status.ranks if rank.cause}
             assert list(causes) == [cut.spec.label]
-            assert "no hand-over from prefill-0: " in causes[cut.spec.label]
+            assert "KV hand-over from prefill-0 failed: " in causes[cut.spec.label]
             assert "10.0.0.7" in causes[cut.spec.label]
             cut._find_control = find_control
             await until(lambda: len(gateway.fleet.usable_pairs()) == 2)
@@ -74,7 +74,7 @@ async def test_a_pair_that_only_waits_holds_a_gateway_up_no_longer_than_its_boun
                 cluster.decodes[0].spec.epoch_name
             ]
             causes = [rank.cause for rank in (await gateway.status(0)).ranks if rank.cause]
-            assert causes == ["no hand-over from prefill-0 yet: warming up"]
+            assert causes == ["warming up: no KV hand-over from prefill-0 yet"]
         finally:
             await gateway.fleet.stop()
 

@@ -200,7 +200,7 @@ def test_a_slow_planner_is_waited_for_and_one_that_never_answers_is_not() -> Non
         go_on.set()
         assert [plan.result(PATIENCE_S) for plan in plans] == [(1, 2)] * 2
         ranks.members[1]._timeout_s = lambda: 0.1
-        with pytest.raises(EpochEnded, match=r"step 2: no plan came from the planner within 0.1 s"):
+        with pytest.raises(EpochEnded, match=r"step 2: the planner sent no plan within 0.1 s"):
             ranks.plan(1, 1).result(PATIENCE_S)
 
 

@@ -137,7 +137,7 @@ async def test_texts_that_wait_are_bounded_in_characters(monkeypatch: pytest.Mon
     await until(lambda: not threads.num_chars)
     first = asyncio.create_task(threads.run(60, lambda: held.encode("x")))
     await until(lambda: held.num_begun == 1)
-    with pytest.raises(Overloaded, match="60 characters of other requests are being tokenised"):
+    with pytest.raises(Overloaded, match="busy with 60 characters of other requests"):
         await threads.run(60, lambda: None)
     first.cancel()
     with pytest.raises(Overloaded):

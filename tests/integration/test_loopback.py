@@ -50,7 +50,7 @@ def test_loopback_errors_destroy_both_ends(end: str) -> None:
         sent = sender.send(torch.zeros(5))
         with pytest.raises(HandoverError, match="20 B to send, 16 to receive"):
             sent.done.result(PATIENCE_S)
-    with pytest.raises(HandoverError, match="recv 0 of 16 B failed"):
+    with pytest.raises(HandoverError, match=r"recv of 16 B \(transfer 0\) failed"):
         transfer.done.result(PATIENCE_S)
     sender.abort()
     ended(sender)

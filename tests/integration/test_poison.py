@@ -127,7 +127,7 @@ async def test_a_broken_invariant_ends_the_engine_and_no_answer_is_wrong(
     small_model: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    break_decode(monkeypatch, AssertionError("two sequences own one page"))
+    break_decode(monkeypatch, AssertionError("two sequences own the same page"))
     async with rig(small_model, *SETS, "server.recovery_timeout_s=0.5") as cluster:
         [answer] = await ask_all(cluster, [greedy("poison", prompts(1, 9)[0], 8)])
         assert isinstance(answer, RankLost) and not isinstance(answer, StepFailed)

@@ -129,7 +129,8 @@ def test_ranks_that_say_other_messages_do_not_meet(tmp_path: Path) -> None:
         text = generated(there["client"])
         odd = start_gateway(there["door-odd"], it)
         wait_until(
-            lambda: "protocol 9 on the decode rank, 10" in there["door-odd"].log(), "not said"
+            lambda: "protocol differs: 9 on the decode rank, 10" in there["door-odd"].log(),
+            "not said",
         )
         there["decode-going"].terminate()
         begin_ray(there["decode-odd"], it, it.groups["decode"])

@@ -429,7 +429,7 @@ def test_the_fastest_is_named_with_what_asks_for_it() -> None:
     console = Console(record=True, width=80, file=io.StringIO())
     compare.show(console, found)
     text = console.export_text()
-    assert "machine and load: --set speculation.drafter=mtp" in text and " 2.00" in text
+    assert "with this load: --set speculation.drafter=mtp" in text and " 2.00" in text
     assert all(keys in text for keys in ("drafter=none ", "drafter=mtp ", "a=b "))
     compare.show(console, [found[2]])
     assert "fastest" not in console.export_text()

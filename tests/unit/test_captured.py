@@ -109,7 +109,7 @@ def test_no_program_is_made_where_memory_is_short(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     captured = capturing(lambda x: (x + 1,))
     captured(torch.ones(2))
-    with pytest.raises(CaptureError, match="less than 2% of the 0.1 GB on the GPU are free"):
+    with pytest.raises(CaptureError, match="less than 2% of the 0.1 GB on the GPU is free"):
         captured(torch.ones(2))
     captured(torch.ones(2))
     assert captured.is_ready and not list(told)

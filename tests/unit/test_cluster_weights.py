@@ -191,8 +191,8 @@ async def test_a_rank_that_finds_other_weights_waits_and_says_both_digests() -> 
         await made.waits("prefill-0")
         gang = made.supervisors["prefill-0"].gang
         [text] = gang.startup_notes
-        both = f"has weights {NEW}, but this cluster serves {OLD}"
-        assert text.startswith(f"prefill-0: not loading: model.path: {both}; put the latter back")
+        both = f"has weights with digest {NEW}, but this cluster serves digest {OLD}"
+        assert text.startswith(f"prefill-0: not loading: model.path: {both}; restore those weights")
         assert text in gang.cause and gang.state == STARTING and not gang.is_given_up
         assert made.states["decode-0"] == READY and made.disk.loaded == [OLD, OLD]
         assert made.machines.num_begun == 3, "a waiting rank is not restarted"

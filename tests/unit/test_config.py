@@ -98,7 +98,7 @@ def test_every_problem_is_told_at_once() -> None:
         ("- 1\n", "must hold a mapping"),
         ("1: 2\n", "must hold a mapping"),
         ("a: [", "is not YAML"),
-        ("decode: {max_num_seqs: 1, max_num_seqs: 2}\n", "'max_num_seqs' is given twice"),
+        ("decode: {max_num_seqs: 1, max_num_seqs: 2}\n", "'max_num_seqs' occurs twice"),
     ],
 )
 def test_a_wrong_file_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -351,7 +351,7 @@ async def test_the_watchdog_ends_the_laggard_and_names_where_it_is(
         assert machines.begun[1:] == [(102, 101, [late])]
         assert [before[r].is_killed for r in range(3)] == [r == late for r in range(3)]
         text = note(next(gang for gang in seen if gang.state == LOST))
-        assert f"prefill-0.101.{late} holds up its gang at {paces[late].position}" in text
+        assert f"prefill-0.101.{late} keeps its gang waiting at {paces[late].position}" in text
 
 
 async def test_who_is_silent_while_others_wait_is_ended_and_not_they() -> None:
@@ -466,9 +466,9 @@ def test_a_layout_that_cannot_be_placed_says_what_is_missing() -> None:
     ]
     text = no_capacity_message(plan_gangs(config)[1], there)
     assert text == (
-        "decode-0: not enough resources: needs 4 CPU for each of 8 ranks (12 of 16 in this Ray are "
-        "free); 1 GPU for each of 8 ranks (4 of 4 in this Ray are free); add machines, or lower "
-        "decode.dp_size, decode.replicas or decode.num_threads"
+        "decode-0: not enough resources: needs 4 CPU for each of 8 ranks (12 of 16 in this Ray "
+        "cluster are free); 1 GPU for each of 8 ranks (4 of 4 in this Ray cluster are free); add "
+        "machines, or lower decode.dp_size, decode.replicas or decode.num_threads"
     )
 
 
@@ -507,7 +507,7 @@ def test_a_gang_lies_in_its_group_and_in_one_replica() -> None:
 def test_a_group_that_is_not_there_is_named_beside_those_that_are() -> None:
     gang = GangPlan("prefill-0", "prefill", 1, {"CPU": 1.0}, "larg")
     there = [machine("large", None, 8), machine("small", None, 8), machine(None, None, 8)]
-    assert "this Ray has none; its groups are ['large', 'small']" in no_capacity_message(
+    assert "this Ray cluster has none; its groups are ['large', 'small']" in no_capacity_message(
         gang, there
     )
     assert "its groups are none" in no_capacity_message(gang, there[2:])

@@ -45,7 +45,7 @@ def test_a_lease_that_ran_out_cannot_be_renewed_before_the_sweep() -> None:
     book = OfferBook(1.0, clock)
     book.open(KEY, nothing)
     clock.now += 1
-    with pytest.raises(HandoverError, match="its lease of 1.0 s expired"):
+    with pytest.raises(HandoverError, match="the lease of 1.0 s expired"):
         book.renew(KEY)
     assert list(book.sweep()) == [KEY]
 
@@ -124,7 +124,7 @@ async def test_the_book_names_why_a_key_is_not_to_be_had() -> None:
     await asyncio.sleep(0)
     clock.now += 2
     assert list(book.sweep()) == [OTHER]
-    with pytest.raises(HandoverError, match="its lease of 2.0 s expired"):
+    with pytest.raises(HandoverError, match="the lease of 2.0 s expired"):
         await waiting
     with pytest.raises(HandoverError, match="expired"):
         book.renew(OTHER)
@@ -154,12 +154,12 @@ async def test_a_page_keeps_the_generation_it_came_with() -> None:
     book = OfferBook(30.0, time.monotonic)
     book.open(KEY, nothing)
     book.advance(KEY, ComputedTokens(4, (1,), (1,)))
-    with pytest.raises(AssertionError, match="pages were exchanged"):
+    with pytest.raises(AssertionError, match="offered pages were replaced"):
         book.advance(KEY, ComputedTokens(9, (2, 1), (5, 3)))
     book.advance(KEY, ComputedTokens(8, (1, 2), (3, 5)), Seal(7))
     entry = book.get_open(KEY)
     assert entry.computed.generations == (1, 5)
     assert entry.seal is not None and entry.seal.generations == (3, 5), "as they are now"
-    with pytest.raises(AssertionError, match="was sealed before"):
+    with pytest.raises(AssertionError, match="was already sealed"):
         book.advance(KEY, ComputedTokens(8, (1, 2), (3, 5)), Seal(7))
     book.end(KEY, "done")

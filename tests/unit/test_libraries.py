@@ -241,7 +241,7 @@ def test_who_has_no_flashmla_is_told_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(flashmla, "find_spec", lambda name: None)
     monkeypatch.setenv("CC", "cc")
     config = ModelConfig.from_dir(TINY_MODEL)
-    with pytest.raises(ValueError, match="'vendor': cannot be used: .*install the extra gpu"):
+    with pytest.raises(ValueError, match="'vendor': cannot be used: .*tandem-serve.gpu"):
         create_kernels("vendor", config, torch.device("cuda"))
 
 

@@ -204,7 +204,7 @@ def _no_bias(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ("change", "told"),
     [
         (_foreign, "Medusa heads; unknown tensors: model.norm.weight"),
-        (_wide, r"1.1.weight has shape \(97, 48\), this model needs \(96, 48\); use heads"),
+        (_wide, r"1.1.weight has shape \(97, 48\), but this model needs \(96, 48\); use heads"),
         (_hole, "Medusa heads; unknown tensors: 2.0.linear"),
         (_no_bias, "tensor 2.0.linear.bias is missing"),
     ],
@@ -248,7 +248,7 @@ def test_files_that_are_none_are_refused(tmp_path: Path, folder: Path) -> None:
         ("[[0]", "all: Invalid JSON"),
         (
             "[[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]",
-            r"\[0, 0, 0, 0\] needs 4 heads, but there are 3",
+            r"\[0, 0, 0, 0\] needs 4 heads, but the file has 3",
         ),
         ("[[0], [0, 0]]", "drafts chains"),
     ],

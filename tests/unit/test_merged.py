@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_who_cannot_be_merged_is_refused_by_name(folder: Path) -> None:
-    may = "cannot be merged; use one of ngram.mtp, ngram.medusa"
+    may = "cannot be merged with the n-gram drafter; use one of ngram.mtp, ngram.medusa"
     for name in ("ngram+ngram", "ngram+self", "ngram+none", "ngram+", "ngram+mtp+medusa"):
         with pytest.raises(ValueError, match=may) as told:
             load(folder, f"speculation.drafter={name}")

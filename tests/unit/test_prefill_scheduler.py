@@ -81,7 +81,7 @@ def test_who_gives_up_in_the_queue_lets_the_next_through() -> None:
 def test_what_can_never_fit_or_is_here_is_refused_and_leaves_nothing() -> None:
     pool = PagePool(4, SIZE)
     scheduler = Scheduler(PageSource(pool), 100)
-    with pytest.raises(ValueError, match="prompt: needs 4 pages, this rank has 3"):
+    with pytest.raises(ValueError, match="prompt: needs 4 pages, but this rank has 3"):
         admit(scheduler, 13)
     one = admit(scheduler, 12)
     with pytest.raises(HandoverError, match="is already on this prefill rank"):

@@ -136,7 +136,7 @@ def test_what_cannot_be_played_is_refused() -> None:
     with pytest.raises(RuntimeError, match="one at a time"):
         recorded(lambda x: nested(x))(torch.zeros(2))
     play(torch.zeros(2))
-    with pytest.raises(AssertionError, match="recorded for other shapes"):
+    with pytest.raises(AssertionError, match="recorded for other input shapes"):
         play(torch.zeros(3))
     bad = recorded(lambda x, rows: (x[rows],))
     bad(torch.zeros(2), torch.tensor([1]))

@@ -123,7 +123,9 @@ def test_chunks_cover_the_range_and_fit(lo: int, length: int, layers: int, chunk
 
 
 def test_a_chunk_must_hold_a_token() -> None:
-    with pytest.raises(ValueError, match="chunk_bytes=23: one token needs 24 bytes"):
+    with pytest.raises(
+        ValueError, match="chunk_bytes=23: too small for one token; use at least 24"
+    ):
         check_chunks(Layout((Group("g", 6, 4),), "float32", "m"), 23)
     with pytest.raises(ValueError, match="staging_bytes"):
         StagingPool(total_bytes=10, chunk_bytes=11)

@@ -8,7 +8,7 @@ from tandem.cluster.commands.status import _show
 from tandem.core.info import DEGRADED, SERVING, ModelInfo, RankStatus, ServerStatus
 
 MODEL = ModelInfo("DeepSeek-V3-0324", "deepseek_v3", 163840, 129280, (1,), 3, True, "bfloat16")
-EAGER = "native, eager: tokens travel between ranks"
+EAGER = "native, eager: ranks exchange tokens"
 CAUSE = (
     "starting; decode-1.0: loading weights, 40%; "
     "last epoch ended: decode-1.1795433213.0: the actor died"

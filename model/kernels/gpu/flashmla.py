@@ -89,7 +89,7 @@ def operator() -> Any:
     """
     spec = find_spec("sgl_kernel")
     if spec is None or not spec.submodule_search_locations:
-        raise ImportError("sglang-kernel is not installed; install the extra gpu")
+        raise ImportError("sglang-kernel is not installed; run pip install 'tandem-serve[gpu]'")
     torch.ops.load_library(Path(spec.submodule_search_locations[0]) / "flashmla_ops.abi3.so")
     found = torch.ops.sgl_kernel.dense_decode_fwd.default
     if str(found._schema) != SCHEMA:

@@ -65,7 +65,7 @@ def write_mla_cache(
     kv_XL: Tensor, weight_C: Tensor, eps: float, attn: AttentionMetadata, slots_X: Tensor
 ) -> None:
     """Implement ``Kernels.write_mla_cache``."""
-    assert slots_X.is_contiguous(), "places are read one behind the other"
+    assert slots_X.is_contiguous(), "slots_X must be contiguous"
     width = len(weight_C)
     num_pe = kv_XL.shape[1] - width
     _entry[(len(kv_XL),)](

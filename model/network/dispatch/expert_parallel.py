@@ -21,7 +21,7 @@ class ExpertParallelDispatch(Dispatch):
     """Dispatch between the ranks of a gang, whose experts are spread by ``placement``."""
 
     placement: Placement
-    eager_reason = "tokens travel between ranks"
+    eager_reason = "ranks exchange tokens"
 
     def __init__(self, placement: Placement, rank: int, device: torch.device) -> None:
         self._group: CollectiveGroup | None = None
@@ -64,7 +64,7 @@ class ExpertParallelDispatch(Dispatch):
 
     @property
     def group(self) -> CollectiveGroup:
-        assert self._group is not None, "no epoch of the gang has started"
+        assert self._group is not None, "collectives need a running epoch of the gang"
         return self._group
 
     def slots(self, layer: int, ids_TK: Tensor, real_T: Tensor | None) -> Tensor:

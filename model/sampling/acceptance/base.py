@@ -51,7 +51,7 @@ class VerifyResult:
         path_BE = self.path_BE
         rows_B1 = rows_B.unsqueeze(1)
         if path_BE is not None:
-            assert other.path_BE is not None, "all are of one tree"
+            assert other.path_BE is not None, "both results must have paths in the same tree"
             path_BE = torch.where(rows_B1, path_BE, other.path_BE)
         return VerifyResult(
             torch.where(rows_B1, self.tokens_BE, other.tokens_BE),

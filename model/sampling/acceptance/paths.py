@@ -70,7 +70,7 @@ def path_result(
     ``last_B``."""
     tree = verify_input.tree
     drafts_BN = verify_input.drafts_BN
-    assert tree is not None, "a chain has one path"
+    assert tree is not None, "path_result needs a tree, got a chain"
     node_Q = torch.arange(drafts_BN.shape[1] + 1, device=drafts_BN.device)
     is_on_BQ = (tree.bits_BQ.gather(1, end_B.unsqueeze(1)) >> node_Q) & 1 == 1
     at_BQ = tree.depth_BQ.where(is_on_BQ, tree.depth + 1)

@@ -36,7 +36,7 @@ def accept_drafts(verify_input: VerifyInput) -> VerifyResult:
     """Accept one path of drafts and sample the token after it."""
     tree = verify_input.tree
     rows = verify_input.sampling
-    assert tree is not None, "a chain has one path"
+    assert tree is not None, "recursive rejection needs a tree, got a chain"
     p_BQV = rows.sampler.filtered_log_probs(verify_input.adjusted_BN1V, rows).exp()
     end_B = torch.zeros_like(verify_input.num_output_B)
     walk = _Walk(end_B, p_BQV[:, 0], torch.zeros_like(p_BQV[:, 0], dtype=torch.bool))
