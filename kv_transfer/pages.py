@@ -88,7 +88,7 @@ class PagePool:
 
     def add_cache_ref(self, page: int) -> None:
         """Add the prefix cache's reference to an allocated page, at most one per page."""
-        assert page not in self._cached, f"page {page} already has a reference of the prefix cache"
+        assert page not in self._cached, f"the prefix cache already has a reference to page {page}"
         self.retain([page])
         self._cached.add(page)
 

@@ -217,7 +217,7 @@ class Source:
         if num_bytes > chunk_bytes:
             raise HandoverError(
                 f"{message.identity}: a chunk of {num_bytes} B was requested, but the maximum is "
-                f" {chunk_bytes} B"
+                f"{chunk_bytes} B"
             )
         return Span(group=group, pages=computed.pages, lo=message.lo, hi=message.hi)
 
@@ -253,7 +253,7 @@ class Source:
     async def _sweep(self) -> None:
         self._endpoint.check_staging()
         for identity, entry in self._book.sweep().items():
-            log.warning("lease of %s expired", identity)
+            log.warning("the lease of %s expired", identity)
             self._call_on_engine(entry.on_release)
         # A live decode rank drops an idle channel earlier, so an older one has a dead peer.
         self._channels.sweep(2 * self._endpoint.deadlines.idle_s)

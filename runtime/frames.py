@@ -106,7 +106,7 @@ class FrameStream:
                 yield frame
             raise ConnectionError("closed")
         except (OSError, ValueError, StopAsyncIteration) as error:
-            raise RankDied(f"{self.name}: its stream of frames ended: {error}") from error
+            raise RankDied(f"{self.name}: its stream of tokens ended: {error}") from error
         finally:
             self.writer.close()
 

@@ -210,7 +210,7 @@ class RankActor:
     async def expert_rows(self) -> bytes:
         """Return packed ExpertRows. Requires a loaded rank in a gang of several ranks."""
         assert self._resident_model is not None and self._spec.num_ranks > 1, (
-            "the rank has no expert rows to report"
+            "only a loaded rank of a gang of several ranks has expert rows"
         )
         loaded = self._resident_model.loaded
         sent = loaded.dispatch.num_sent_rows

@@ -30,7 +30,10 @@ class BenchOptions:
 
     address: Annotated[str | None, _ADDRESS] = None
     launch: Annotated[
-        bool, Option("--launch", help="Temporary local cluster as the server, for this run.")
+        bool,
+        Option(
+            "--launch", help="Temporary local cluster, started for this run and used as the server."
+        ),
     ] = False
     allow_remote: Annotated[
         bool, Option("--allow-remote", help="Permission to put load on another machine.")

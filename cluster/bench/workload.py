@@ -81,8 +81,9 @@ def random_jobs(
     longest = shape.prefix_tokens + shape.prompt_tokens[1] + shape.output_tokens[1]
     if longest > model.max_model_len:
         raise ValueError(
-            f"prompt and answer have up to {longest} tokens, {model.name} at most "
-            f"{model.max_model_len}; lower --prompt-tokens, --prefix-tokens or --output-tokens"
+            f"prompt and answer may have up to {longest} tokens, but {model.name} supports "
+            f"at most {model.max_model_len}; lower --prompt-tokens, --prefix-tokens or "
+            "--output-tokens"
         )
     rng = random.Random(f"prefixes {seed}")
     prefixes = [random_prompt(model, shape.prefix_tokens, rng) for _ in range(shape.num_prefixes)]

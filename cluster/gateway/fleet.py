@@ -211,7 +211,7 @@ class Fleet:
         if not (other_digests := {info.model.digest for info in gang.members} - {self._digest}):
             return gang
         cause = (
-            f"the gang serves model {', '.join(other_digests)}, but this server has "
-            f"{self._digest}; restart this server"
+            f"the gang serves the model with digest {', '.join(other_digests)}, but this server "
+            f"has {self._digest}; restart this server"
         )
         return replace(gang, state=LOST, members=(), startup_notes=(cause,))

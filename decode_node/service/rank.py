@@ -140,7 +140,7 @@ class DecodeRank:
     async def _start(self, start: StartSequence) -> TransferStats:
         self._check_not_aborted(start.identity)
         if start.identity in self._arrivals:
-            raise HandoverError(f"{start.identity} is already being received")
+            raise HandoverError(f"{start.identity}: its KV cache is already being received")
         task = self._arrivals[start.identity] = asyncio.create_task(self._receive(start))
         task.add_done_callback(partial(self._on_received, start.identity))
         await asyncio.wait([task])

@@ -136,7 +136,7 @@ class SharedNgramDrafter(NgramDrafter):
             num_known_B=context.num_known_B,
             num_drafts=draft_shape.num_nodes,
         )
-        assert mine.num_B is not None, "n-gram drafts must have their number in num_B"
+        assert mine.num_B is not None, "the n-gram drafter must return its number of drafts"
         has_own_B = mine.num_B > 0
         tokens_BN = mine.tokens_BN.where(has_own_B.unsqueeze(1), tokens_BN)
         return Drafts(tokens_BN, mine.num_B.where(has_own_B, num_B))

@@ -277,13 +277,13 @@ def test_weights_swapped_under_load_with_kills_mix_no_answer(
                 wait_until(lambda last=last: len(answers) >= last)
                 move(link, folders[1])
                 end_of(server, kinds[turn % 2], turn // 2 % 2 if turn % 2 else 0)
-                wait_until(lambda since=since: is_refused("holds weights", since))
+                wait_until(lambda since=since: is_refused("weights with digest", since))
                 move(link, folders[0])
                 wait_until(lambda: client.status().state == SERVING)
             move(link, folders[1])
             for pid in [pid for kind in kinds for pid in actors(server.process.pid, kind)]:
                 os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: is_refused("the gang serves model", 0))
+            wait_until(lambda: is_refused("the gang serves the model", 0))
         finally:
             over.set()
         for one in loads:

@@ -254,7 +254,9 @@ def test_prefixes_are_shared_and_a_warm_up_shares_them_too() -> None:
 
 def test_what_cannot_be_served_is_refused_before_it_is_sent() -> None:
     assert random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 50)), 0)
-    with pytest.raises(ValueError, match="up to 201 tokens, tiny at most 200; lower --prompt"):
+    with pytest.raises(
+        ValueError, match="up to 201 tokens, but tiny supports at most 200; lower --prompt"
+    ):
         random_jobs(MODEL, 1, RandomLengths((1, 150), (1, 51)), 0)
 
 
