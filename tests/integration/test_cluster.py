@@ -337,7 +337,7 @@ def test_a_mistake_that_only_ranks_can_see_is_told_and_may_be_mended(head: RayHe
     args = ("--ray-address", head.address, "--set", "server.address=127.0.0.1:0")
     ran = tandem("serve", *args, *MISTAKEN, env=head.env)
     assert ran.returncode == 1
-    assert "error: INVALID_ARGUMENT: model.max_model_len: 99999" in ran.stderr
+    assert "error: INVALID_ARGUMENT: model.max_model_len=99999" in ran.stderr
     with serving(*SMALL, head=head) as server:
         assert {kind for kind, _ in lives(server)} == {"colocated"}
         check_answer(server)

@@ -205,7 +205,7 @@ async def test_another_attempt_finds_nothing_and_harms_nothing(world: World) -> 
     pulling = asyncio.create_task(world.pull(late))
     await until(lambda: waits(world))
     await world.check_bytes(asked, (await world.pull(asked))[1])
-    with pytest.raises(HandoverError, match="no new tokens for 4.0 s; .* opened: False"):
+    with pytest.raises(HandoverError, match=r"no new tokens for 4\.0 s; .* prefill rank: False"):
         await pulling
 
 
@@ -267,7 +267,7 @@ async def test_a_failed_prefill_is_told_by_name(world: World) -> None:
 
 
 async def test_a_pull_without_a_prefill_gives_up(world: World) -> None:
-    with pytest.raises(HandoverError, match="no new tokens for 4.0 s; .* opened: False"):
+    with pytest.raises(HandoverError, match=r"no new tokens for 4\.0 s; .* prefill rank: False"):
         await world.pull(offer(8))
 
 

@@ -221,7 +221,7 @@ async def test_another_life_of_a_rank_is_not_meant(small_model: Path) -> None:
     async with rig(small_model, *SMALL) as cluster:
         for rank in (*cluster.prefills, *cluster.decodes):
             control = InProcessControl(rank.handle, rank.spec.epoch - 1)
-            with pytest.raises(RankLost, match=f"this is {rank.spec.epoch}"):
+            with pytest.raises(RankLost, match=f"this rank is in epoch {rank.spec.epoch}"):
                 decode_reply(Empty, await control.call("ping", b""))
 
 
