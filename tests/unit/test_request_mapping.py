@@ -149,7 +149,7 @@ def test_bytes_are_neither_text_nor_token_ids(name: str, kind: type) -> None:
 
 def test_only_a_single_answer_can_be_resumed() -> None:
     assert mapped(make(sampling=pb.Sampling(n=3))).sampling.n == 3
-    with pytest.raises(ValueError, match=r"^sampling\.n=3: .*one by one"):
+    with pytest.raises(ValueError, match=r"^sampling\.n=3: .*only one answer"):
         mapped(make(sampling=pb.Sampling(n=3), resume_token_ids=[5]))
 
 
