@@ -262,7 +262,7 @@ class Rows:
 
 def _request(prompt_ids: tuple[int, ...], token: int) -> Request:
     return Request(
-        request_id="nobody's",
+        request_id="dummy",
         prompt_ids=prompt_ids,
         output_ids=(token,),
         sampling=SamplingParams(seed=0),

