@@ -1,13 +1,12 @@
 # make demo   a local cluster of one prefill and one decode node answers real prompts
 # make gang   the same with gangs of two ranks, which share the experts
-# make test   lint, types and the whole CPU test suite
-# make mutants   known mistakes, each alone, which a test has to notice (minutes)
-# make image-test   the image, built and begun as the pods of deploy/ (root, Debian's podman and more)
-# make numerics   the numerical tests with each set of instructions that this processor has
-# make soak   the slow tests, which make test leaves out, make numerics, and kernels with other
-#             versions of Triton
-# make docs   the documentation site, in build/site
-# make reference   the generated pages in docs/reference/, after a change of what they describe
+# make test   lint, type checks and the CPU test suite
+# make mutants   apply known mistakes one by one; a test must fail for each
+# make image-test   build the image and run it like the pods of deploy/ (root, podman, buildah)
+# make numerics   numerical tests with every instruction set of this processor
+# make soak   the slow tests, make numerics, and kernels with other versions of Triton
+# make docs   build the documentation site in build/site
+# make reference   regenerate the pages in docs/reference/ from the code
 # make checkpoint   train the shipped checkpoint again (about 80 minutes on two cores)
 
 # What can be set, as in `make test TORCH_CPU_INDEX=`:
@@ -15,7 +14,7 @@
 #                   build of several gigabytes; nothing: whatever pip finds
 # WORKERS           how many processes run tests
 
-# A cluster is many processes, which all import the same: their bytecode is kept.
+# A cluster has many processes that import the same modules, so their bytecode is kept.
 export PYTHONDONTWRITEBYTECODE :=
 
 # Processes that run tests: two more than cores, for what waits. Interpreted kernels never wait and
@@ -25,14 +24,14 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n + 2 : 4)))
 VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
-# Kernels for GPUs are tested in a process of their own, without one.
+# GPU kernels are tested without a GPU, in a separate process.
 INTERPRETED := $(addprefix tests/unit/test_,drawing.py fp8.py gqa.py kernels.py libraries.py router_ties.py staging.py)
 
 .PHONY: torch-for-cpu demo gang test image-test mutants numerics tritons soak lint proto docs reference checkpoint clean
 
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
-# Triton as it was with the oldest torch that we run on, and as this one's CUDA build pins it.
+# The Triton versions that the CUDA builds of the oldest and the newest supported PyTorch pin.
 TRITONS := 3.6.0 3.7.1
 
 $(READY): pyproject.toml deploy/constraints.txt
@@ -76,7 +75,7 @@ image-test: $(READY)
 mutants: $(READY)
 	$(PY) -m tests.mutants
 
-# Its kernels with each Triton that they are promised for, interpreted and compiled.
+# Test the GPU kernels with each supported Triton version, interpreted and compiled.
 tritons: $(READY)
 	@set -e; for version in $(TRITONS); do \
 	echo "Triton $$version"; folder=build/triton-$$version; \
@@ -84,7 +83,7 @@ tritons: $(READY)
 	PYTHONPATH=$$folder $(PY) -m pytest -n $(WORKERS) tests/unit/test_gpu_compiles.py tests/unit/test_gpu_guards.py; \
 	PYTHONPATH=$$folder TRITON_INTERPRET=1 $(PY) -m pytest -n $(WORKERS) $(INTERPRETED); done
 
-# PyTorch's kernels and ours, restricted to each of default, AVX2 and AVX-512 that can be executed.
+# Restrict PyTorch's kernels and ours to default, AVX2 and AVX-512, as far as the CPU has them.
 numerics: $(READY)
 	$(PY) -m tests.numerics
 
